@@ -1,0 +1,133 @@
+"""Checkpoint folders: config.json + model.safetensors + fingerprint.json. The same for targets, tokenizers and heads.
+
+Knows files; knows no model. Reads what strangers wrote: JSON and safetensors only, names and shapes checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
+CONFIG_BYTES = 1 << 20
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file, then put it in place: a reader sees the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, lambda part: part.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8"))
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+
+
+def _sha256(file: Any) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def find_folder(name: str | Path) -> Path:
+    """A checkpoint folder by path, or by its name under checkpoints/ ("emoji/target")."""
+    for folder in (Path(name), CHECKPOINTS / name):
+        if (folder / "config.json").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"no checkpoint at {str(name)!r}: expected a folder with config.json, or a name under checkpoints/"
+    )
+
+
+def save_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], extra: Mapping[str, str] | None = None
+) -> str:
+    """Write a folder (extra = further text files by name) and return its fingerprint. Old files are replaced whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
+    write_whole(folder / "model.safetensors", lambda part: save_file(plain, part))
+    for name, text in (extra or {}).items():
+        write_whole(folder / name, lambda part, text=text: part.write_text(text, "utf-8"))  # type: ignore[misc]
+    write_json(folder / "config.json", dict(config))
+    names = ["config.json", "model.safetensors", *(extra or {})]
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+    write_json(folder / "fingerprint.json", files)
+    return fingerprint(folder)
+
+
+def fingerprint(folder: Path, verify: bool = False) -> str:
+    """Short hash that names a checkpoint: 12 hexadecimal digits over the hashes of all its files.
+
+    Compares names and sizes with fingerprint.json (verify: rehashes too). Raises ValueError where they differ.
+    """
+    path = folder / "fingerprint.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no fingerprint.json; it is written by training and convert")
+    files = read_json(path)
+    for name, entry in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"{path} names {name!r}, which is not a plain file name")
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["bytes"] or (verify and sha256(file) != entry["sha256"]):
+            raise ValueError(f"{file} is not the file its fingerprint.json was made for; copy the checkpoint again")
+    return hashlib.sha256(json.dumps({n: e["sha256"] for n, e in sorted(files.items())}).encode()).hexdigest()[:12]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.stat().st_size > CONFIG_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than the {CONFIG_BYTES} of any config of ours")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path) -> None:
+    """load_state_dict that names every missing, unknown and misshaped key, and stops there."""
+    own = module.state_dict()
+    faults = [f"missing {key}" for key in own if key not in tensors]
+    faults += [f"unknown {key}" for key in tensors if key not in own]
+    faults += [
+        f"{key} has shape {list(tensors[key].shape)}, expected {list(own[key].shape)}"
+        for key in own
+        if key in tensors and tensors[key].shape != own[key].shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ValueError(f"{source} does not fit this model: {'; '.join(faults[:8])}{more}")
+    module.load_state_dict(tensors)

@@ -1,0 +1,169 @@
+"""The command `coolsd`.  Knows the commands' names, and how a mistake is told; each command lives in its own module.
+
+A command is a function `main(args: list[str]) -> int | None`, imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import coolsd
+
+if TYPE_CHECKING:
+    import jsonargparse
+
+COMMANDS = {  # name: (module:function, what it does)
+    "quickstart": ("coolsd.quickstart:main", "extract, fit and evaluate on the embedded emoji target, then report"),
+    "generate": ("coolsd.generate_images:main", "captions in, PNG files out"),
+    "extract": ("training.cli:extract", "captioned images -> feature cache (Lightning predict)"),
+    "fit": ("training.cli:fit", "train a draft head, a target or a tokenizer (LightningCLI)"),
+    "validate": ("training.cli:validate", "validation metrics of a checkpoint (LightningCLI)"),
+    "test": ("training.cli:test", "test metrics of a checkpoint (LightningCLI)"),
+    "predict": ("training.cli:predict", "Lightning's predict, for modules of your own (LightningCLI)"),
+    "export": ("training.cli:export", "a run's checkpoint -> a head folder that decoding loads"),
+    "evaluate": ("coolsd.evaluate:main", "prompts -> images -> accepted length, latency, bias -> results.json, report"),
+    "report": ("coolsd.report:main", "results.json -> report.html and table.md"),
+    "bench": ("coolsd.bench:main", "milliseconds of each part of a decoding step"),
+    "cache": ("data.features:main", "info and verify: look into a feature cache, check its bytes"),
+}
+
+# glibc gives a freed tensor back to the kernel and faults it in anew: an eager training step on CPU took 13 s
+# instead of 1.65 s.  And OpenMP's waiting threads spin, which starves whatever else runs.  Both are read once,
+# before Python starts, so the heavy commands set them and execute themselves again.
+HEAVY = {"quickstart", "generate", "extract", "fit", "validate", "test", "predict", "evaluate", "bench"}
+PROCESS_SETTINGS = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+}
+
+MISTAKES = (ValueError, argparse.ArgumentError)  # a user's, when our own code raises them
+FILE_MISTAKES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError)
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run one command; args default to the shell's.  Returns the exit code: 2 for a mistake, 130 for Ctrl-C."""
+    from_shell = args is None
+    args = sys.argv[1:] if args is None else args
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if args[0] == "--version":
+        print(f"coolsd {coolsd.__version__}")
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        return tell("coolsd", f"no command named {name!r}; {nearest(name, COMMANDS, 'see coolsd --help')}")
+    if from_shell and name in HEAVY and sys.platform == "linux":
+        _execute_with_process_settings()
+    try:
+        return _load(name)(rest) or 0
+    except KeyboardInterrupt:
+        print(f"coolsd {name}: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # Lightning turns Ctrl-C into exit(1)
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            return 130
+        raise
+    except Exception as error:
+        if os.environ.get("COOLSD_DEBUG") == "1" or not is_mistake(error):
+            raise
+        return tell(f"coolsd {name}", describe(error))
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(["usage: coolsd COMMAND [OPTIONS]", "", *lines, "", "coolsd COMMAND --help lists its options."])
+
+
+def tell(who: str, sentence: str) -> int:
+    print(f"{who}: {sentence}", file=sys.stderr)
+    return 2
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """ "did you mean ...?", or `otherwise` where nothing known is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether this is the user's mistake, worth a sentence, or ours, worth a traceback."""
+    if isinstance(error, (*FILE_MISTAKES, argparse.ArgumentError)) or _needs_repository(error):
+        return True
+    traceback = error.__traceback__
+    while traceback and traceback.tb_next:
+        traceback = traceback.tb_next
+    raised_in = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+    return isinstance(error, (*MISTAKES, ImportError)) and raised_in.split(".")[0] in ("coolsd", "data", "training")
+
+
+def describe(error: Exception) -> str:
+    """The error as one line."""
+    if _needs_repository(error):
+        return "this command needs the repository, not the wheel alone; clone it and run pip install -e . there"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split())
+
+
+def argument_parser(command: str, description: str) -> jsonargparse.ArgumentParser:
+    """The parser of a command: `--config FILE` and full option names; a mistake becomes one sentence with a hint."""
+    import jsonargparse
+
+    class Parser(jsonargparse.ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> Any:
+            raise argparse.ArgumentError(None, explain(message, option_names(self))) from ex
+
+    parser = Parser(prog=f"coolsd {command}", description=description, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    return parser
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+
+
+def explain(message: str, known: Iterable[str]) -> str:
+    """jsonargparse's message as one line, with the nearest known key where one is misspelt."""
+    message = " ".join(message.split()).replace("<class '", "").replace("'>", "")
+    unknown = re.search(r"nrecognized arguments?: *-*([\w.]+)|does not accept [a-z ]+ '([\w.]+)'", message)
+    if not unknown:
+        return message
+    word = next(group for group in unknown.groups() if group)
+    group = re.search(r"Group '([\w.]+)'", message)
+    return f"{message}; {nearest(f'{group[1]}.{word}' if group else word, known, 'see --help')}"
+
+
+def _load(name: str) -> Callable[[list[str]], int | None]:
+    module, function = COMMANDS[name][0].split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _needs_repository(error: Exception) -> bool:
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("training", "data")
+
+
+def _execute_with_process_settings() -> None:
+    """Start this very command again with PROCESS_SETTINGS; once, and the processes Lightning starts inherit them."""
+    if os.environ.get("COOLSD_PROCESS_SETTINGS") or all(key in os.environ for key in PROCESS_SETTINGS):
+        return
+    os.environ["COOLSD_PROCESS_SETTINGS"] = "1"
+    for key, value in PROCESS_SETTINGS.items():
+        os.environ.setdefault(key, value)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The decode loop: propose, score, verify, keep, observe. Knows no rule, no drafter and no target by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coolsd.interfaces import DecodeResult, DraftTree, Prompt, Round, TargetOutput, Verification
+from coolsd.sampling import Sampling, counter_uniforms, draw
+from coolsd.verify import verify
+
+BLOCK = 32  # rounds of uniforms made at once
+
+
+class NoDraft:
+    """Plain decoding as a drafter: a tree that is only its root."""
+
+    depth, nodes, slots = 0, 1, 0
+
+    def start(self, target: Any, prompt: Prompt, output: TargetOutput, token: Tensor, sampling: Sampling) -> None:
+        self.token = token[:, None]
+
+    def propose(self, uniforms: Tensor) -> DraftTree:
+        return DraftTree(self.token, (-1,), uniforms.new_empty(len(uniforms), 0, 0))
+
+    def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
+        self.token = verification.tokens
+
+
+class Clock:
+    """Wall-clock seconds by part of the loop; waits for the device before each reading, so parts do not blur."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = dict.fromkeys(("prefill", "draft", "target", "verify", "decode_images"), 0.0)
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.wait()
+        self.seconds[name] += time.perf_counter() - start
+
+
+@torch.inference_mode()
+def generate(
+    target: Any,
+    captions: Sequence[str],
+    drafter: Any = None,
+    rule: Any = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    rows: Sequence[int] | None = None,
+    decode_images: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+    observer: Callable[[Round], None] | None = None,
+    certificates: bool = True,
+) -> DecodeResult:
+    """Decode one image per caption.
+
+    drafter None = plain decoding; a drafter and a rule go together, one without the other is a ValueError.
+    rows: global image indices, default 0..B-1: image b is a function of (caption, seed, rows[b]) alone.
+    progress(tokens of the slowest row, T) and observer(Round) are called after each target call.
+
+    Returns tokens long [B, T]; images uint8 [B, 3, h, w] or None; accepted_length float32 [B] = (T - 1) / target calls
+    after the prefill; target_calls long [B]; emitted long [B, rounds], tokens committed per call; bias_per_token,
+    kl_per_token (None for trees) and nll_per_token float32 [B], the last in nats under the guided, tempered
+    distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
+    """
+    sampling = sampling or Sampling()
+    if drafter is None:
+        if rule is not None:
+            raise ValueError(f"rule {rule} needs a drafter; plain decoding (drafter=None) accepts nothing")
+        drafter = NoDraft()
+    if not captions:
+        raise ValueError("no captions: give at least one")
+    if rows is not None and len(rows) != len(captions):
+        raise ValueError(f"{len(rows)} rows for {len(captions)} captions; give one global index per caption")
+    if rule is None and drafter.depth:
+        raise ValueError("a drafter needs a rule: pass rule=coolsd.Vanilla() for lossless decoding, or a relaxed one")
+    device, total, depth = target.device, target.image_tokens, drafter.depth
+    clock = Clock(device)
+    relaxation = rule.schedule(depth).to(device) if hasattr(rule, "schedule") else torch.ones(depth, device=device)
+    row_index = torch.as_tensor(range(len(captions)) if rows is None else list(rows), device=device)
+    slots = drafter.slots + drafter.nodes
+
+    with clock.part("prefill"):
+        prompt = target.encode(captions, sampling.branches == 2)
+        output, cache = target.prefill(prompt, drafter.nodes)
+        uniforms = counter_uniforms(seed, row_index, 0, BLOCK, slots)
+        guided = sampling.guided(output.logits)
+        token = draw(sampling.truncate(guided)[:, 0], uniforms[0, :, -1])
+        nll = -guided.log_softmax(-1)[:, 0].gather(1, token[:, None]).squeeze(1)
+        drafter.start(target, prompt, output, token, sampling)
+    prompt_slots = prompt.mask.shape[-1]
+    tokens = torch.zeros(len(captions), total + depth + 1, dtype=torch.long, device=device)
+    tokens[:, 0] = token
+    count = torch.ones_like(token)  # committed image tokens
+    calls = torch.zeros_like(count)
+    bias, kl = torch.zeros_like(nll), torch.zeros_like(nll) if certificates else None
+    emitted: list[Tensor] = []
+    offset = torch.arange(depth + 1, device=device)
+    slowest = 1
+    while slowest < total:
+        turn = len(emitted) + 1
+        if turn % BLOCK == 0:
+            uniforms = counter_uniforms(seed, row_index, turn, BLOCK, slots)
+        chance = uniforms[turn % BLOCK]
+        with clock.part("draft"):
+            tree = drafter.propose(chance[:, : drafter.slots])
+        with clock.part("target"):
+            output = target.score(tree, prompt, cache)
+        with clock.part("verify"):
+            guided = sampling.guided(output.logits)
+            probs = sampling.truncate(guided)
+            decision = verify(tree, probs, rule, relaxation, chance[:, drafter.slots :], certificates)
+            active = count < total
+            decision = replace(decision, emitted=torch.minimum(decision.emitted, total - count))
+            position = count[:, None] + offset
+            tokens.scatter_(1, position, decision.tokens)
+            committed = (offset < decision.emitted[:, None]) & active[:, None]  # [B, L+1]
+            before = guided.gather(1, decision.path[..., None].expand(-1, -1, guided.shape[-1])) if not tree.is_chain else guided
+            surprise = before.logsumexp(-1) - before.gather(-1, decision.tokens[..., None]).squeeze(-1)
+            nll += torch.where(committed, surprise, 0.0).sum(1)
+            if decision.bias is not None:
+                bias += torch.where(committed[:, :depth], decision.bias, 0.0).sum(1)
+            kl = None if kl is None or decision.kl is None and depth else kl
+            if kl is not None and decision.kl is not None:
+                kl += torch.where(committed[:, :depth], decision.kl, 0.0).sum(1)
+            if observer is not None:
+                observer(Round(tree, probs, decision, active))
+            calls += active
+            count = count + decision.emitted
+            emitted.append(decision.emitted)
+            slowest, longest = torch.stack([count.min(), count.max()]).tolist()  # the one host sync of a round
+            path = None if tree.is_chain else decision.path.repeat_interleave(prompt.branches, 0)
+            cache.keep(path, decision.emitted.repeat_interleave(prompt.branches), prompt_slots + longest - 1)
+        with clock.part("draft"):
+            drafter.observe(output, decision, longest)
+        if progress is not None:
+            progress(slowest, total)
+    tokens = tokens[:, :total]
+    images = None
+    if decode_images:
+        with clock.part("decode_images"):
+            images = target.decode_images(tokens)
+    return DecodeResult(
+        tokens=tokens,
+        images=images,
+        accepted_length=(total - 1) / calls.float(),
+        target_calls=calls,
+        emitted=torch.stack(emitted, dim=1) if emitted else calls[:, None][:, :0],
+        bias_per_token=bias / total if certificates else None,
+        kl_per_token=None if kl is None else kl / total,
+        nll_per_token=nll / total,
+        seconds=clock.seconds,
+    )
+
+
+@torch.inference_mode()
+def autoregressive(
+    target: Any, captions: Sequence[str], sampling: Sampling | None = None, seed: int = 0, rows: Sequence[int] | None = None
+) -> Tensor:
+    """The slow reference that plain `generate` must agree with token for token: no cache, no tree, tokens [B, T]."""
+    sampling = sampling or Sampling()
+    prompt = target.encode(captions, sampling.branches == 2)
+    row_index = torch.as_tensor(range(len(captions)) if rows is None else list(rows), device=target.device)
+    tokens = torch.zeros(len(captions), 1, dtype=torch.long, device=target.device)
+    for position in range(target.image_tokens):
+        probs = sampling.probs(target.forced(prompt, tokens).logits[:, :, -1:])
+        token = draw(probs[:, 0], counter_uniforms(seed, row_index, position, 1, 1)[0, :, 0])
+        tokens = torch.cat([tokens[:, :-1], token[:, None], torch.zeros_like(tokens[:, :1])], dim=1)
+    return tokens[:, :-1]

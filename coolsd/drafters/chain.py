@@ -1,0 +1,75 @@
+"""A chain of L tokens from a draft head. Knows the head and its cache; knows no rule and no target.
+
+    round   pending pairs (committed tokens with the target's own hidden states) go through the head in one pass,
+            the last output gives draft 1; each further draft feeds the head its own output.
+    cache   pair 0 1 2 ... n | n+1 .. n+L-1 : the drafted pairs behind the committed ones are overwritten next round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coolsd import tree as trees
+from coolsd.heads.eagle import EagleHead
+from coolsd.interfaces import DraftTree, Prompt, TargetOutput, Verification
+from coolsd.sampling import Sampling, draw
+
+
+class Chain:
+    """Draft `length` tokens one after another, each sampled from the head under the target's own Sampling."""
+
+    def __init__(self, head: EagleHead, length: int = 5) -> None:
+        if length < 1:
+            raise ValueError(f"Chain length is {length}, but must be >= 1")
+        self.head, self.depth = head, length
+        self.nodes, self.slots = length + 1, length
+        self.parent = trees.chain(length)
+
+    def start(self, target: object, prompt: Prompt, output: TargetOutput, token: Tensor, sampling: Sampling) -> None:
+        slots = prompt.mask.shape[-1]
+        self.sampling, self.branches, self.slots_before = sampling, prompt.branches, slots
+        valid = prompt.mask.flatten(0, 1) if self.head.config.mask_prefix_pads else None
+        room = slots + self.head.config.image_tokens + 2 * self.nodes
+        self.cache = self.head.transformer.new_cache(len(token) * self.branches, room, valid)
+        tokens = torch.full((len(token), slots), -1, device=token.device)
+        tokens[:, -1] = token
+        self._pend(tokens, output.hidden_states, torch.full_like(token, slots), slots)
+
+    def _pend(self, tokens: Tensor, hidden_states: Tensor, count: Tensor, longest: int) -> None:
+        """tokens [B, K] with the hidden states before them [B, G, K, H]; the first count[b] are real."""
+        self.root = tokens.gather(1, (count - 1).clamp(min=0)[:, None])
+        self.pending = tokens.repeat_interleave(self.branches, 0), hidden_states.flatten(0, 1)
+        self.count = count.repeat_interleave(self.branches)
+        self.longest = longest
+
+    def propose(self, uniforms: Tensor) -> DraftTree:
+        cache, head = self.cache, self.head
+        tokens, hidden = self.pending
+        flat, mask = cache.place(tokens.shape[1])
+        hidden = head(tokens, hidden, self._rope(tokens.shape[1]), mask, cache, flat)
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        hidden = hidden[rows, self.count - 1][:, None]  # [R, 1, H]
+        cache.keep(None, self.count, self.longest)
+
+        drafted, probs = [self.root], []
+        steps = self.depth - 1
+        if steps:
+            flat, mask = cache.place(steps)
+            flat, rope = flat.view(-1, steps), self._rope(steps)
+        for step in range(self.depth):
+            draft = self.sampling.probs(head.logits(hidden).unflatten(0, (-1, self.branches)))  # [B, 1, V]
+            token = draw(draft, uniforms[:, step : step + 1])
+            drafted.append(token)
+            probs.append(draft)
+            if step < steps:
+                pair = token.repeat_interleave(self.branches, 0)
+                hidden = head(pair, hidden, rope[:, step : step + 1], mask[:, :, step : step + 1], cache, flat[:, step])
+        return DraftTree(torch.cat(drafted, 1), self.parent, torch.cat(probs, 1))
+
+    def _rope(self, count: int) -> Tensor:
+        position = self.cache.length[:, None] + torch.arange(1, count + 1, device=self.cache.length.device)
+        return self.head.rope[position.clamp(max=self.head.rope.shape[0] - 1)]
+
+    def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
+        self._pend(verification.tokens, output.hidden_states, verification.emitted, self.slots_before + committed - 1)

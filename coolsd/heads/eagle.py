@@ -1,0 +1,121 @@
+"""EAGLE-1's draft head: one decoder layer that predicts the target's next hidden state (Li et al. 2024, arXiv 2401.15077).
+
+Used unchanged by training and decoding. Knows hidden states and tokens; knows no target, cache format or rule.
+
+    pair       i = (token i + 1, hidden state i)  ->  hidden state i + 1  ->  target's lm_head  ->  token i + 2
+    position   i  ->  row i + 1 of the target's rotary table: the pair with image token 0 sits where that token sits
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coolsd.kv_cache import KVCache
+from coolsd.transformer import Transformer, TransformerConfig
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape of a head. target: fingerprint of the model it was trained for, None for a converted head.
+
+    own_embedding: the head brings its token embedding (published heads do) instead of sharing the target's.
+    mask_prefix_pads: padded prompt slots are not attended (published heads attend them).
+    """
+
+    transformer: TransformerConfig
+    codebook_size: int
+    prompt_slots: int
+    image_tokens: int
+    target: str | None = None
+    bias: bool = True
+    own_embedding: bool = False
+    mask_prefix_pads: bool = True
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> EagleConfig:
+        value = {key: entry for key, entry in value.items() if key != "architecture"}
+        try:
+            return cls(**{**value, "transformer": TransformerConfig(**value["transformer"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the config of an EAGLE head: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"architecture": "eagle", **asdict(self)}
+
+
+class EagleHead(nn.Module):
+    """embedding [V, H], lm_head [V, H] and rope [P + T (+ spare), D / 2, 2] are the target's and not saved.
+
+    With config.own_embedding the embedding is a parameter of the head.
+    """
+
+    def __init__(self, config: EagleConfig, embedding: Tensor, lm_head: Tensor, rope: Tensor) -> None:
+        super().__init__()
+        size = config.transformer.hidden_size
+        for name, tensor, shape in (
+            ("embedding", embedding, (config.codebook_size, size)),
+            ("lm_head", lm_head, (config.codebook_size, size)),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"the head wants an {name} of shape {list(shape)}, the target has {list(tensor.shape)}")
+        if rope.shape[0] < config.prompt_slots + config.image_tokens or rope.shape[1] * 2 != config.transformer.head_dim:
+            raise ValueError(
+                f"the head wants {config.prompt_slots + config.image_tokens} positions of head_dim "
+                f"{config.transformer.head_dim}, the target has {rope.shape[0]} of {rope.shape[1] * 2}"
+            )
+        self.config = config
+        if config.own_embedding:
+            self.embedding = nn.Parameter(embedding.detach().clone())
+        else:
+            self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.register_buffer("lm_head", lm_head.detach(), persistent=False)
+        self.register_buffer("rope", rope.detach(), persistent=False)
+        self.prefix_embedding = nn.Parameter(torch.zeros(size))
+        self.fc = nn.Linear(2 * size, size, bias=config.bias)
+        self.transformer = Transformer(config.transformer, final_norm=False, first_input_norm=False)
+        self._table: Tensor | None = None
+        with torch.no_grad():  # start as "the next hidden state is this one": the feature half is the identity
+            self.fc.weight[:, size:] = torch.eye(size)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> EagleHead:
+        super()._apply(fn, recurse)
+        self.rope = self.rope.float()
+        self._table = None
+        return self
+
+    def prepare(self) -> EagleHead:
+        """Fold the embedding half of fc into a table [V + 1, H], so that a draft step multiplies half as much."""
+        size = self.config.transformer.hidden_size
+        with torch.no_grad():
+            table = torch.cat([self.embedding, self.prefix_embedding[None]])
+            self._table = torch.nn.functional.linear(table, self.fc.weight[:, :size], self.fc.bias)
+            self._feature = self.fc.weight[:, size:].contiguous()
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden_states: Tensor,
+        rope: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        flat: Tensor | None = None,
+    ) -> Tensor:
+        """tokens long [R, N] (token i + 1 of each pair; -1 = a caption slot), hidden_states [R, N, H] -> [R, N, H].
+
+        rope [R or 1, N, D / 2, 2]: rows i + 1 of the table. mask, cache, flat as in `Transformer`.
+        """
+        if self._table is not None and not self.training:
+            x = self._table[tokens] + torch.nn.functional.linear(hidden_states, self._feature)
+        else:
+            table = torch.cat([self.embedding, self.prefix_embedding[None]])
+            x = self.fc(torch.cat([table[tokens], hidden_states], dim=-1))
+        return self.transformer(x, rope, mask, cache, flat)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[..., H] -> [..., V] by the target's own output matrix, with no further norm."""
+        return torch.nn.functional.linear(hidden_states, self.lm_head)

@@ -1,0 +1,176 @@
+"""The words everybody speaks: prompts, target outputs, draft trees, verifications, results.
+
+Knows shapes; knows no model, no rule, no drafter. Letters in shapes are fixed everywhere:
+B images in the batch, G guidance branches (1, or 2 = conditional then unconditional), N nodes or
+positions, V codebook size, H hidden size, P prompt slots, T image tokens, L draft depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """B captions, encoded for one target.
+
+    captions: B strings. mask: bool [B, G, P], True where the prompt slot holds something (left-padded).
+    inputs: what the target's own `prefill` wants, each tensor [B, G, ...].
+    """
+
+    captions: tuple[str, ...]
+    mask: Tensor
+    inputs: dict[str, Tensor]
+
+    @property
+    def branches(self) -> int:
+        return self.mask.shape[1]
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits [B, G, N, V] in the target's dtype; hidden_states [B, G, N, H] after the target's final norm."""
+
+    logits: Tensor
+    hidden_states: Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens as a tree whose node 0 is the last committed token.
+
+    tokens: long [B, N]. parent: N integers, parent[0] = -1, a parent stands before its children, siblings in test order.
+    draft_probs: float32 [B, I, V], row i = the distribution from which the children of node i were drawn
+    (I = 1 + the last node that has children; without replacement among siblings).
+    chosen: the children are the draft's top tokens instead of samples. present: bool [B, N] or None (= all);
+    an absent node is never tested. A chain is the tree with parent (-1, 0, 1, ...).
+    """
+
+    tokens: Tensor
+    parent: tuple[int, ...]
+    draft_probs: Tensor
+    chosen: bool = False
+    present: Tensor | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parent == tuple(range(-1, len(self.parent) - 1))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one target call decided, for each row.
+
+    tokens: long [B, L+1], the emitted tokens: accepted drafts, then one from the target or a residual; behind
+    `emitted` any valid token. path: long [B, L+1], path[:, j] = the node whose distribution token j was tested against
+    (path[:, 0] = 0, then the accepted nodes). emitted: long [B] in 0..L+1.
+    bias, kl: float32 [B, L], certificates summed over the executed tests at each depth (THEORY.md section 4), or None;
+    kl is None for trees.
+    """
+
+    tokens: Tensor
+    path: Tensor
+    emitted: Tensor
+    bias: Tensor | None = None
+    kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """What an observer of `generate` sees after each target call; tensors are those of the loop, do not write to them.
+
+    target_probs: float32 [B, N, V], processed. active: bool [B], rows whose image is not finished yet.
+    """
+
+    tree: DraftTree
+    target_probs: Tensor
+    verification: Verification
+    active: Tensor
+
+
+@dataclass
+class DecodeResult:
+    """What `generate` returns; see its docstring for shapes and units."""
+
+    tokens: Tensor
+    images: Tensor | None
+    accepted_length: Tensor
+    target_calls: Tensor
+    emitted: Tensor
+    bias_per_token: Tensor | None
+    kl_per_token: Tensor | None
+    nll_per_token: Tensor
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Cache(Protocol):
+    """Keys and values of the committed tokens of every (row, branch), plus those of the tree being scored."""
+
+    def keep(self, path: Tensor | None, count: Tensor, longest: int) -> None:
+        """Commit the first count[r] nodes of path [R, K] (None = nodes 0, 1, 2, ...) and forget the other nodes."""
+
+
+class TargetModel(Protocol):
+    """An autoregressive image model. Stateless but for the cache it hands out."""
+
+    image_tokens: int  # T, tokens that are sampled for one image
+    codebook_size: int  # V
+    hidden_size: int  # H
+    fingerprint: str
+    device: torch.device
+    dtype: torch.dtype
+
+    def encode(self, captions: Sequence[str], guidance: bool) -> Prompt: ...
+
+    def prefill(self, prompt: Prompt, tree_slots: int) -> tuple[TargetOutput, Any]:
+        """Output at all P prompt slots (logits of the last one only: [B, G, 1, V]) and a cache with room
+        for T tokens and a tree of tree_slots nodes."""
+
+    def score(self, tree: DraftTree, prompt: Prompt, cache: Any) -> TargetOutput:
+        """Output at every node of the tree, written behind the committed tokens of the cache."""
+
+    def forced(self, prompt: Prompt, tokens: Tensor) -> TargetOutput:
+        """Teacher-forced pass over tokens [B, T]: hidden_states [B, G, P+T, H], logits [B, G, T, V] (logits[..., n, :]
+        is the distribution of token n). What decoding would see, in one pass; used by training and extraction."""
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """uint8 [B, 3, h, w] -> tokens [B, T]."""
+
+    def decode_images(self, tokens: Tensor) -> Tensor:
+        """tokens [B, T] -> uint8 [B, 3, h, w]."""
+
+
+class Drafter(Protocol):
+    """Proposes a tree each round. Holds its own cache between `start` and the end of the image."""
+
+    depth: int  # L, depth of the deepest node
+    nodes: int  # N, nodes of the tree, the root included
+    slots: int  # uniforms it consumes a round
+
+    def start(self, target: Any, prompt: Prompt, output: TargetOutput, token: Tensor, sampling: Any) -> None:
+        """Begin a batch: output of the prefill and the first sampled token [B]."""
+
+    def propose(self, uniforms: Tensor) -> DraftTree:
+        """uniforms float32 [B, slots] -> a tree rooted at the last committed token."""
+
+    def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
+        """See the target's output on the whole tree and what was committed; committed = image tokens that the longest
+        row has now (known to the host)."""
+
+
+class AcceptanceRule(Protocol):
+    """How much of the draft's mass to accept at one position: a function of two distributions (THEORY.md section 3)."""
+
+    def schedule(self, length: int) -> Tensor:
+        """Relaxation w of each depth, float32 [length]; called once with the drafter's depth."""
+
+    def accepted_mass(self, target_probs: Tensor, draft_probs: Tensor, relaxation: Tensor) -> Tensor:
+        """A = min(draft, relaxed mass), [..., V]; relaxation [..., 1] is the schedule at the depth of each position.
+
+        A rule may offer `accept_probs(target_probs, draft_probs, depth) -> [..., V]` instead; then A = draft * accept.
+        """

@@ -1,0 +1,88 @@
+"""Static key-value cache whose rows have lengths of their own, and the masks that follow from it.
+
+Knows slots and lengths; knows no transformer and no token. A row here is one (image, branch), R = B * G.
+
+    slots   0 1 2 3 4 5 6      row 0 has 3 committed tokens, so the tree being scored sits at 3..5;
+    row 0   a b c R x y .      R = last committed token, x and y its descendants.
+    row 1   a b c d e R x      whatever stands behind a row's length is masked, and overwritten later.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of all layers: [layers, R * slots, 2 * kv_heads, head_dim] (keys first, then values).
+
+    valid: bool [R, P] or None, which of the first P slots may be attended (left padding may not, except by itself).
+    `longest` is the host's upper bound of the rows' lengths: attention stops there, so the empty end costs nothing.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        valid: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.rows, self.slots, self.kv_heads = rows, slots, kv_heads
+        self.store = torch.zeros(layers, rows * slots, 2 * kv_heads, head_dim, dtype=dtype, device=device)
+        self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.longest = 0
+        self.first_slot = torch.arange(rows, device=device)[:, None] * slots
+        self.key_slot = torch.arange(slots, device=device)
+        self.valid: Tensor | None = None
+        if valid is not None and not bool(valid.all()):  # one host sync per image
+            self.valid = torch.ones(rows, slots, dtype=torch.bool, device=device)
+            self.valid[:, : valid.shape[1]] = valid
+
+    def place(self, nodes: int, ancestors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Where `nodes` new tokens per row go, and what each may see.
+
+        ancestors: bool [N, N], ancestors[n, m] = node n sees node m (itself included); None = causal.
+        Returns flat slots [R * N] and an additive mask [R, 1, N, S], S = number of slots attention has to read.
+        Raises ValueError where the cache has no room.
+        """
+        if self.longest + nodes > self.slots:
+            raise ValueError(f"{nodes} nodes behind {self.longest} tokens do not fit into {self.slots} cache slots")
+        reach = min(self.slots, (self.longest + nodes + 31) // 32 * 32)
+        offset = torch.arange(nodes, device=self.length.device)
+        flat = (self.first_slot + self.length[:, None] + offset).view(-1)
+        relative = self.key_slot[None, None, :reach] - self.length[:, None, None]  # [R, 1, S]; 0.. are the new nodes
+        if ancestors is None:
+            seen = relative <= offset[None, :, None]
+        else:
+            among = ancestors[:, relative[:, 0].clamp(0, nodes - 1)].transpose(0, 1)  # [R, N, S]
+            seen = (relative < 0) | among & (relative >= 0) & (relative < nodes)
+        if self.valid is not None:
+            seen = seen & (self.valid[:, None, :reach] | (relative == offset[None, :, None]))
+        mask = torch.zeros(seen.shape, dtype=self.store.dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+        return flat, mask[:, None]
+
+    def write(self, layer: int, keys_values: Tensor, flat: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        """keys_values [R, N, 2 * kv_heads, D] into the flat slots; returns keys and values [R, kv_heads, reach, D]."""
+        store = self.store[layer]
+        store.index_copy_(0, flat, keys_values.reshape(-1, 2 * self.kv_heads, store.shape[-1]))
+        view = store.view(self.rows, self.slots, 2, self.kv_heads, -1)[:, :reach].permute(2, 0, 3, 1, 4)
+        return view[0], view[1]
+
+    def keep(self, path: Tensor | None, count: Tensor, longest: int) -> None:
+        """Commit the first count[r] (long [R]) nodes of path [R, K] and forget the others; None = nodes 0, 1, 2, ...
+
+        longest: the caller's upper bound of the lengths afterwards. Behind a chain there is nothing to move.
+        """
+        if path is not None:
+            base = self.first_slot + self.length[:, None]
+            target = base + torch.arange(path.shape[1], device=path.device)
+            self.store.index_copy_(1, target.view(-1), self.store.index_select(1, (base + path).view(-1)))
+        self.length = self.length + count
+        self.longest = longest

@@ -1,0 +1,75 @@
+"""Acceptance rules whose relaxed mass is a multiple of the target's: r(x) = w p(x), A = min(q, w p).
+
+They differ in the schedule w_1 .. w_L over draft depths only (THEORY.md section 3). p = target, q = draft.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class _Relaxed:
+    lossless = False
+
+    def accepted_mass(self, target_probs: Tensor, draft_probs: Tensor, relaxation: Tensor) -> Tensor:
+        return torch.minimum(draft_probs, relaxation * target_probs)
+
+
+def _check(name: str, value: float, fine: bool, limit: str) -> None:
+    if not (math.isfinite(value) and fine):
+        raise ValueError(f"{name} is {value}, but must be {limit}")
+
+
+@dataclass(frozen=True)
+class Vanilla(_Relaxed):
+    """Lossless speculative sampling (Leviathan et al. 2023; EAGLE-1): w = 1."""
+
+    lossless = True
+
+    def schedule(self, length: int) -> Tensor:
+        return torch.ones(length)
+
+
+@dataclass(frozen=True)
+class Uniform(_Relaxed):
+    """UniformRSD of the Cool-SD paper: w_i = delta at every depth. delta = 1 is vanilla."""
+
+    delta: float = 1.1
+
+    def __post_init__(self) -> None:
+        _check("Uniform delta", self.delta, self.delta > 0, "a number > 0 (1 = lossless, larger = faster)")
+
+    def schedule(self, length: int) -> Tensor:
+        return torch.full((length,), float(self.delta))
+
+
+@dataclass(frozen=True)
+class CoolSD(_Relaxed):
+    """Cool-SD (AAAI 2026, arXiv 2601.09212): annealed w_i = delta exp(-nu i) / mean_j exp(-nu j), so mean(w) = delta.
+
+    floor: lower bound of w_i. None is the paper; 1.0 never tightens below vanilla, which keeps the bound and
+    lengthens acceptance (THEORY.md section 3). length: depth over which the mean is taken, None = the drafter's.
+    """
+
+    delta: float = 1.1
+    nu: float = 0.7
+    floor: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("CoolSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation; the paper uses 1.1 and 2)")
+        _check("CoolSD nu", self.nu, self.nu >= 0, "a number >= 0 (0 = uniform; the paper uses 0.7)")
+        if self.floor is not None:
+            _check("CoolSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
+        if self.length is not None:
+            _check("CoolSD length", self.length, self.length >= 1, "None or an integer >= 1")
+
+    def schedule(self, length: int) -> Tensor:
+        span = self.length or length
+        decay = torch.exp(-self.nu * torch.arange(max(span, length), dtype=torch.float64))
+        weights = (self.delta * decay / decay[:span].mean())[:length].float()
+        return weights if self.floor is None else weights.clamp(min=self.floor)

@@ -1,0 +1,67 @@
+"""Targets by the `architecture` their config.json names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coolsd.checkpoint import find_folder, fingerprint, read_json, read_tensors
+
+ARCHITECTURES = {"llamagen": "coolsd.targets.llamagen:LlamaGen"}
+
+
+def pick_device(device: str = "auto") -> torch.device:
+    if device != "auto":
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """"auto" = bfloat16 where the hardware multiplies it natively, else float32 (a CPU without AVX-512 BF16 or AMX
+    emulates it: measured 5-8 times slower than float32 there)."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        native = torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else device.type == "cuda"
+        return torch.bfloat16 if native else torch.float32
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in names:
+        raise ValueError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(names)}")
+    return names[dtype]
+
+
+def load_target(
+    folder: str | Path,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    compile: bool = False,
+    verify: bool = False,
+) -> Any:
+    """Load a target from a checkpoint folder, or by its name under checkpoints/.
+
+    Its image tokenizer is looked for at <folder>/image_tokenizer, then at <folder>/../tokenizer. verify rehashes files.
+    Raises FileNotFoundError or ValueError, naming the file, where something is missing or does not fit.
+    """
+    path = find_folder(folder)
+    config = read_json(path / "config.json")
+    name = config.get("architecture")
+    if name not in ARCHITECTURES:
+        raise ValueError(f"{path}/config.json has architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
+    module, _, attribute = ARCHITECTURES[name].partition(":")
+    made = fingerprint(path, verify)
+    target = getattr(import_module(module), attribute).load(path, config, read_tensors(path))
+    target.fingerprint = f"{path.resolve().name}@{made}"
+    place = pick_device(device)
+    target = target.to(place, pick_dtype(dtype, place)).eval().requires_grad_(False)
+    for candidate in (path / "image_tokenizer", path.parent / "tokenizer"):
+        if (candidate / "config.json").is_file():
+            from coolsd.image_tokenizers import load_image_tokenizer
+
+            object.__setattr__(target, "image_tokenizer", load_image_tokenizer(candidate, place, torch.float32))
+            break
+    if compile:
+        target.transformer = torch.compile(target.transformer, dynamic=False)
+    return target

@@ -1,0 +1,245 @@
+"""LlamaGen: a Llama-style decoder over VQ codes, prompted by caption embeddings (Sun et al. 2024, arXiv 2406.06525).
+
+Knows the transformer, its caption encoders and its image tokenizer; knows no draft and no rule.
+
+    slot     0 .. P-1            P        P+1      ...
+    input    caption (left pad)  token 0  token 1  ...      rope: zero on the prompt, (row, column) on the grid
+    output   ... P-1: token 0    token 1  token 2  ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from coolsd import tree as trees
+from coolsd.checkpoint import load_strictly, save_checkpoint
+from coolsd.interfaces import DraftTree, Prompt, TargetOutput
+from coolsd.kv_cache import KVCache
+from coolsd.transformer import Transformer, TransformerConfig, grid_rope
+
+
+@dataclass(frozen=True)
+class LlamaGenConfig:
+    """Shape of a LlamaGen target. sketch_rank = 0 is the published architecture.
+
+    sketch_rank, sketch_reach: see `CaptionSketch`. words: size of the caption vocabulary.
+    """
+
+    transformer: TransformerConfig
+    codebook_size: int
+    grid: tuple[int, int]
+    prompt_slots: int
+    caption_dim: int
+    words: int
+    sketch_rank: int = 0
+    sketch_reach: int = 6
+    rope_base: float = 10000.0
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> LlamaGenConfig:
+        value = {key: entry for key, entry in value.items() if key != "architecture"}
+        try:
+            return cls(**{**value, "transformer": TransformerConfig(**value["transformer"]), "grid": tuple(value["grid"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the config of a LlamaGen target: {error}") from None
+
+
+class CaptionProjection(nn.Module):
+    """Caption features [..., caption_dim] -> prompt embeddings [..., H]; no bias, so padding (zeros) stays zero."""
+
+    def __init__(self, caption_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(caption_dim, hidden_size, bias=False)
+        self.fc2 = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(features), approximate="tanh"))
+
+
+class WordEncoder(nn.Module):
+    """Captions without a language model: one learned vector per word. Needs no download and trains with the target."""
+
+    def __init__(self, tokenizer: Tokenizer, words: int, caption_dim: int) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.embedding = nn.Embedding(words, caption_dim)
+
+    def forward(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
+        """B captions -> features [B, slots, caption_dim], left-padded with zeros, and mask bool [B, slots].
+
+        Raises ValueError for a caption without words; a caption longer than the slots loses its last words.
+        """
+        ids = torch.zeros(len(captions), slots, dtype=torch.long)
+        mask = torch.zeros(len(captions), slots, dtype=torch.bool)
+        for row, encoding in enumerate(self.tokenizer.encode_batch(list(captions))):
+            words = encoding.ids[:slots]
+            if not words:
+                raise ValueError(f"caption {row} ({captions[row]!r}) has no words")
+            ids[row, slots - len(words) :] = torch.tensor(words)
+            mask[row, slots - len(words) :] = True
+        device = self.embedding.weight.device
+        ids, mask = ids.to(device), mask.to(device)
+        return self.embedding(ids) * mask[..., None], mask
+
+
+class CaptionSketch(nn.Module):
+    """One pooled caption vector, unfolded over the grid: what a word-level encoder can say about where things are.
+
+    The pooled vector becomes a plane of `rank` channels per image token; the input that predicts token n gets the
+    plane at n .. n + reach - 1 added (a draft head, which sees hidden states only, so knows what comes next too).
+    Computed once per caption, costs nothing per token.
+    """
+
+    def __init__(self, caption_dim: int, hidden_size: int, tokens: int, rank: int, reach: int) -> None:
+        super().__init__()
+        self.tokens, self.rank, self.reach = tokens, rank, reach
+        self.null = nn.Parameter(torch.zeros(caption_dim))
+        self.pooled = nn.Sequential(nn.Linear(caption_dim, caption_dim), nn.GELU(), nn.Linear(caption_dim, caption_dim))
+        self.plane = nn.Linear(caption_dim, tokens * rank)
+        self.spread = nn.Linear(rank * reach, hidden_size, bias=False)
+        self.everywhere = nn.Linear(caption_dim, hidden_size, bias=False)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """pooled [..., caption_dim] -> [..., T + 1, H]: row n is added to the input that predicts token n."""
+        pooled = pooled + self.pooled(pooled)
+        plane = self.plane(pooled).unflatten(-1, (self.tokens, self.rank))
+        windows = F.pad(plane, (0, 0, 0, self.reach)).unfold(-2, self.reach, 1).flatten(-2)  # [..., T + 1, rank * reach]
+        return self.spread(windows) + self.everywhere(pooled).unsqueeze(-2)
+
+
+class LlamaGen(nn.Module):
+    """See `coolsd.interfaces.TargetModel` for the shapes of its methods."""
+
+    def __init__(self, config: LlamaGenConfig, caption_encoder: nn.Module, image_tokenizer: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self.image_tokens = config.grid[0] * config.grid[1]
+        self.codebook_size = config.codebook_size
+        self.hidden_size = config.transformer.hidden_size
+        self.fingerprint = "unsaved"
+        self.compiled = False
+        self.embedding = nn.Embedding(config.codebook_size, self.hidden_size)
+        self.caption_encoder = caption_encoder
+        self.caption_projection = CaptionProjection(config.caption_dim, self.hidden_size)
+        self.null_caption = nn.Parameter(torch.randn(config.prompt_slots, config.caption_dim) / math.sqrt(config.caption_dim))
+        self.sketch = (
+            CaptionSketch(config.caption_dim, self.hidden_size, self.image_tokens, config.sketch_rank, config.sketch_reach)
+            if config.sketch_rank
+            else None
+        )
+        self.transformer = Transformer(config.transformer)
+        self.lm_head = nn.Linear(self.hidden_size, config.codebook_size, bias=False)
+        rope = grid_rope(config.prompt_slots, *config.grid, config.transformer.head_dim, config.rope_base)
+        self.register_buffer("rope", rope, persistent=False)
+        object.__setattr__(self, "image_tokenizer", image_tokenizer)  # not a part of this module's weights
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LlamaGen:
+        super()._apply(fn, recurse)
+        self.rope = self.rope.float()  # positions stay exact whatever the weights' dtype
+        return self
+
+    def encode(self, captions: Sequence[str], guidance: bool) -> Prompt:
+        """B captions -> prompt with G = 2 branches (caption, null caption with the caption's mask) or G = 1."""
+        features, mask = self.caption_encoder(captions, self.config.prompt_slots)
+        branches = [features, self.null_caption.expand_as(features)] if guidance else [features]
+        inputs = {"features": torch.stack(branches, dim=1)}
+        if self.sketch is not None:
+            pooled = features.sum(1) / mask.sum(1, keepdim=True).to(features.dtype).sqrt()
+            pooled_branches = [pooled, self.sketch.null.expand_as(pooled)] if guidance else [pooled]
+            inputs["sketch"] = self.sketch(torch.stack(pooled_branches, dim=1))  # [B, G, T + 1, H]
+        return Prompt(tuple(captions), mask[:, None].expand(-1, len(branches), -1), inputs)
+
+    def _prompt_embeddings(self, prompt: Prompt) -> Tensor:
+        x = self.caption_projection(prompt.inputs["features"]).flatten(0, 1)  # [R, P, H]
+        if self.sketch is None:
+            return x
+        return torch.cat([x[:, :-1], x[:, -1:] + prompt.inputs["sketch"].flatten(0, 1)[:, :1]], dim=1)
+
+    def _token_embeddings(self, tokens: Tensor, index: Tensor, prompt: Prompt) -> Tensor:
+        """tokens [B, N] at image positions index [R or 1, N] -> [R, N, H]."""
+        x = self.embedding(tokens).repeat_interleave(prompt.branches, dim=0)
+        if self.sketch is None:
+            return x
+        sketch = prompt.inputs["sketch"].flatten(0, 1)
+        rows = torch.arange(sketch.shape[0], device=index.device)[:, None]
+        return x + sketch[rows, (index + 1).clamp(max=self.image_tokens)]
+
+    def _output(self, hidden: Tensor, branches: int, logits_from: int = 0) -> TargetOutput:
+        logits = self.lm_head(hidden[:, logits_from:])
+        return TargetOutput(logits.unflatten(0, (-1, branches)), hidden.unflatten(0, (-1, branches)))
+
+    def prefill(self, prompt: Prompt, tree_slots: int) -> tuple[TargetOutput, KVCache]:
+        slots = self.config.prompt_slots
+        mask = prompt.mask.flatten(0, 1)
+        cache = self.transformer.new_cache(mask.shape[0], slots + self.image_tokens + tree_slots, mask)
+        flat, bias = cache.place(slots)
+        hidden = self.transformer(self._prompt_embeddings(prompt), self.rope[None, :slots], bias, cache, flat)
+        cache.keep(None, torch.full_like(cache.length, slots), slots)
+        return self._output(hidden, prompt.branches, slots - 1), cache
+
+    def score(self, tree: DraftTree, prompt: Prompt, cache: KVCache) -> TargetOutput:
+        device = tree.tokens.device
+        ancestors = None if tree.is_chain else trees.ancestors(tree.parent, device)
+        flat, bias = cache.place(len(tree.parent), ancestors)
+        position = cache.length[:, None] + trees.depths(tree.parent, device)  # [R, N]
+        x = self._token_embeddings(tree.tokens, position - self.config.prompt_slots, prompt)
+        rope = self.rope[position.clamp(max=self.rope.shape[0] - 1)]
+        return self._output(self.transformer(x, rope, bias, cache, flat), prompt.branches)
+
+    def forced(self, prompt: Prompt, tokens: Tensor) -> TargetOutput:
+        slots, length = self.config.prompt_slots, tokens.shape[1]
+        index = torch.arange(length, device=tokens.device)[None]
+        x = torch.cat([self._prompt_embeddings(prompt), self._token_embeddings(tokens, index, prompt)], dim=1)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        valid = F.pad(prompt.mask.flatten(0, 1), (0, length), value=True)
+        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        mask = (seen & valid[:, None] | own)[:, None]
+        hidden = self.transformer(x, self.rope[None, : slots + length], mask)
+        output = self._output(hidden, prompt.branches, slots - 1)
+        return TargetOutput(output.logits[:, :, :-1], output.hidden_states)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return self.image_tokenizer.encode_images(images)
+
+    def decode_images(self, tokens: Tensor) -> Tensor:
+        return self.image_tokenizer.decode_images(tokens)
+
+    def ends(self) -> dict[str, Tensor]:
+        """What training a draft head needs of this target: the cache carries it, so `fit` never loads the target."""
+        return {
+            "embedding": self.embedding.weight,
+            "norm": self.transformer.norm.weight,
+            "lm_head": self.lm_head.weight,
+            "rope": self.rope,
+        }
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        config = {"architecture": "llamagen", **asdict(self.config)}
+        tensors = {name: tensor.to(dtype) for name, tensor in self.state_dict().items()}
+        vocabulary = {"captions.json": self.caption_encoder.tokenizer.to_str()}
+        self.fingerprint = f"{folder.name}@{save_checkpoint(folder, config, tensors, vocabulary)}"
+
+    @classmethod
+    def load(cls, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> LlamaGen:
+        own = LlamaGenConfig.from_json(config)
+        encoder = WordEncoder(Tokenizer.from_file(str(folder / "captions.json")), own.words, own.caption_dim)
+        model = cls(own, encoder)
+        load_strictly(model, tensors, folder / "model.safetensors")
+        return model

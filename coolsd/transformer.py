@@ -1,0 +1,173 @@
+"""The one Llama-style decoder that every target and draft head is made of.
+
+Knows attention, RoPE and caches; knows no token, caption or image. Rows R = B * G are (image, branch) pairs.
+Projections that read the same input are one matrix: at batch 1 a decoder is a list of matrix-vector products,
+and fewer, larger ones are faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coolsd.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape of a decoder. kv_heads = heads unless grouped-query attention; head_dim = hidden_size / heads."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    intermediate_size: int
+    kv_heads: int = 0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+
+def grid_rope(prefix: int, height: int, width: int, head_dim: int, base: float = 10000.0, spare: int = 0) -> Tensor:
+    """LlamaGen's 2-D rotary table, float32 [prefix + height * width + spare, head_dim / 2, 2] (cosine, sine).
+
+    The first half of the pairs turns with the row, the second with the column. Prefix and spare rows are all zero,
+    which makes queries and keys there zero: text is attended uniformly (reference: LlamaGen, gpt.py).
+    """
+    frequencies = base ** -(torch.arange(0, head_dim // 2, 2).float() / (head_dim // 2))  # [head_dim / 4]
+    rows = torch.outer(torch.arange(height).float(), frequencies)
+    columns = torch.outer(torch.arange(width).float(), frequencies)
+    angles = torch.cat(
+        [rows[:, None].expand(-1, width, -1), columns[None].expand(height, -1, -1)], dim=-1
+    ).flatten(0, 1)  # fmt: skip
+    table = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    zeros = table.new_zeros(1, *table.shape[1:])
+    return torch.cat([zeros.expand(prefix, -1, -1), table, zeros.expand(spare, -1, -1)])
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate interleaved pairs (x[2i], x[2i+1]) in float32: x [R, N, heads, D], rope [R or 1, N, D / 2, 2]."""
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * torch.view_as_complex(rope).unsqueeze(2)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads = config.heads + 2 * config.key_heads
+        self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None, layer: int, flat: Tensor | None
+    ) -> Tensor:
+        heads, key_heads = self.config.heads, self.config.key_heads
+        qkv = self.qkv(x).unflatten(-1, (-1, self.config.head_dim))  # [R, N, heads + 2 * key_heads, D]
+        turned = rotate(qkv[:, :, : heads + key_heads], rope)
+        queries, keys, values = turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + key_heads :]
+        queries = queries.transpose(1, 2)
+        if cache is None:
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        else:
+            assert flat is not None and mask is not None
+            keys, values = cache.write(layer, torch.cat([keys, values], dim=2), flat, mask.shape[-1])
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != key_heads
+        )
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up one matrix."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm block. input_norm = False leaves the first norm out, as EAGLE's first layer does."""
+
+    def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+        flat: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, mask, cache, layer, flat)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nn.Module):
+    """A stack of blocks. With final_norm the output is normalised (a target); without it is not (a draft head)."""
+
+    def __init__(self, config: TransformerConfig, final_norm: bool = True, first_input_norm: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Block(config, input_norm=first_input_norm or i > 0) for i in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if final_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        flat: Tensor | None = None,
+    ) -> Tensor:
+        """x [R, N, H], rope [R or 1, N, D / 2, 2] -> [R, N, H].
+
+        Without a cache: mask additive or bool [R, 1, N, N], None = causal. With one: mask and flat from `cache.place`.
+        """
+        for index, block in enumerate(self.layers):
+            x = block(x, rope, mask, cache, index, flat)
+        return self.norm(x)
+
+    def new_cache(self, rows: int, slots: int, valid: Tensor | None = None) -> KVCache:
+        weight = self.layers[0].attention.qkv.weight
+        return KVCache(
+            self.config.layers, rows, slots, self.config.key_heads, self.config.head_dim, valid,
+            dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Captioned images and feature caches: everything between the disk and the training loop."""

@@ -1,0 +1,438 @@
+"""FeatureCache: a target's hidden states on disk, for training a draft head without the target.
+
+Knows files, shards and hashes; knows no model and no image.  A cache is a folder:
+
+    manifest.json              what was extracted, from what, and the shards with their sha256; written last
+    settings.json              the same without the shards; written first, so that a resumed run can compare
+    ends.safetensors           what the head needs of the target: embedding, norm, lm_head, rotary table, ...
+    shard-00000.safetensors    samples [0, S), and beside it shard-00000.safetensors.sha256 (for `sha256sum -c`)
+
+A shard holds one row per (sample, branch), samples in order, branches inside a sample, no padding:
+
+    hidden_states [tokens, H]   | caption slots | image tokens |   after the target's final norm
+    token_ids     [tokens]      | -1 -1 -1 ...  | 17 4 99 ...  |
+    offsets       [samples * G + 1], caption_bytes [bytes], caption_offsets [samples + 1]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from coolsd.checkpoint import sha256, write_whole
+
+SCHEMA = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LARGEST = 1 << 40  # of any count in a manifest; a larger one is a broken or hostile file
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """All that decides the bytes of a cache.  Counts are >= 1.
+
+    target, dataset: fingerprints. settings: how it was extracted (source, sampling, ...), JSON values.
+    prompt_slots P, image_tokens T, codebook_size V, hidden_size H, branches G as in coolsd.interfaces.
+    """
+
+    target: str
+    dataset: str
+    hidden_size: int
+    prompt_slots: int
+    image_tokens: int
+    codebook_size: int
+    branches: int
+    samples: int
+    samples_per_shard: int
+    dtype: str = "bfloat16"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("target", "dataset"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"feature cache: {name} must be a string, not {getattr(self, name)!r}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < LARGEST:
+                raise ValueError(f"feature cache: {name} is {value!r}, but must be an integer >= 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"feature cache: dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if not isinstance(self.settings, dict):
+            raise ValueError(f"feature cache: settings is {self.settings!r}, but must be an object")
+
+    @property
+    def shards(self) -> int:
+        return -(-self.samples // self.samples_per_shard)
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Upper bound (every caption slot in use), captions and offsets aside."""
+        row = (self.prompt_slots + self.image_tokens) * (self.hidden_size * DTYPES[self.dtype].itemsize + 4)
+        return self.branches * row
+
+    def samples_of(self, shard: int) -> range:
+        return range(shard * self.samples_per_shard, min((shard + 1) * self.samples_per_shard, self.samples))
+
+
+_COUNTS = tuple(f.name for f in fields(CacheSettings) if f.type == "int")
+
+
+@dataclass(frozen=True)
+class CachedSample:
+    """One captioned image: for each of the G branches hidden_states [n, H] and token_ids [n] (-1 = caption slot)."""
+
+    caption: str
+    hidden_states: tuple[Tensor, ...]
+    token_ids: tuple[Tensor, ...]
+
+
+class FeatureCacheWriter:
+    """Begins a cache, or continues an interrupted one.  Several processes may write one, each its own shards."""
+
+    def __init__(self, folder: str | Path, settings: CacheSettings) -> None:
+        """Raises ValueError where the folder was begun with other settings, or the disk is too small."""
+        self.folder, self.settings = Path(folder), settings
+        self.folder.mkdir(parents=True, exist_ok=True)
+        begun = self.folder / "settings.json"
+        ours = json.loads(_json({"schema": SCHEMA, **asdict(settings)}))
+        if begun.exists():
+            _refuse_other_settings(self.folder, _read_json(begun), ours)
+        elif any(path.name != begun.name and path.suffix not in (".part", ".lock") for path in self.folder.iterdir()):
+            raise ValueError(f"{self.folder} holds other files and is no feature cache; choose an empty folder")
+        self._check_disk()
+        if not begun.exists():
+            _write(begun, _json(ours))
+
+    def _check_disk(self) -> None:
+        present = sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
+        need = int(1.05 * (self.settings.samples * self.settings.bytes_per_sample - present))
+        free = shutil.disk_usage(self.folder).free
+        if need > free:
+            raise ValueError(
+                f"the cache needs up to {_size(need)} in {self.folder}, but {_size(free)} are free; "
+                f"extract fewer than {self.settings.samples} samples, or choose another folder"
+            )
+
+    def lock(self) -> None:
+        """Refuse a second `extract` in this folder, until this process ends; one process of a run calls it."""
+        import fcntl  # not on Windows
+
+        self._lock = (self.folder / "extract.lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip()
+            raise ValueError(f"process {holder} is extracting to {self.folder}; wait for it") from None
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+    def is_finished(self, shard: int) -> bool:
+        """Whether the shard is there whole: its hash file stands and matches its bytes."""
+        path = self.folder / shard_name(shard)
+        note = _hash_path(path)
+        return path.exists() and note.exists() and note.read_text().split(" ")[0] == sha256(path)
+
+    def finished_shards(self) -> list[int]:
+        return [shard for shard in range(self.settings.shards) if self.is_finished(shard)]
+
+    def write_ends(self, ends: Mapping[str, Tensor]) -> None:
+        """The target's tensors that a head needs, as target.ends() gives them."""
+        _check_ends(ends, self.settings, self.folder / "ends.safetensors")
+        _write(self.folder / "ends.safetensors", save({k: v.detach().cpu().contiguous() for k, v in ends.items()}))
+
+    def write_shard(self, shard: int, samples: Sequence[CachedSample]) -> None:
+        """All samples of the shard, in order, to a temporary name, then fsync and rename; then the hash file.
+
+        Raises ValueError where a sample has the wrong shape or a number that is not finite.
+        """
+        settings, indices = self.settings, self.settings.samples_of(shard)
+        if len(samples) != len(indices):
+            raise ValueError(f"shard {shard} takes {len(indices)} samples, not {len(samples)}")
+        for index, sample in zip(indices, samples, strict=True):
+            _check_sample(index, sample, settings)
+        rows = [row for sample in samples for row in sample.hidden_states]
+        captions = [sample.caption.encode(errors="replace") for sample in samples]
+        tensors = {
+            "hidden_states": torch.cat(rows).to("cpu", DTYPES[settings.dtype]),
+            "token_ids": torch.cat([row for sample in samples for row in sample.token_ids]).to("cpu", torch.int32),
+            "offsets": _offsets([len(row) for row in rows]),
+            "caption_bytes": torch.tensor(list(b"".join(captions)), dtype=torch.uint8),
+            "caption_offsets": _offsets([len(caption) for caption in captions]),
+        }
+        if not tensors["hidden_states"].isfinite().all():  # a float16 may overflow where the target's own did not
+            raise ValueError(f"shard {shard}: hidden states overflow {settings.dtype}; extract with --dtype bfloat16")
+        path = self.folder / shard_name(shard)
+        _hash_path(path).unlink(missing_ok=True)
+        content = save(tensors)
+        _write(path, content)
+        _write(_hash_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+
+    def finish(self) -> FeatureCache:
+        """Write the manifest, once all shards and the ends are there; one process calls it, last of all."""
+        missing = [i for i in range(self.settings.shards) if not _hash_path(self.folder / shard_name(i)).exists()]
+        if missing:
+            raise ValueError(f"{self.folder} lacks {len(missing)} of {self.settings.shards} shards; run extract again")
+        paths = [self.folder / shard_name(i) for i in range(self.settings.shards)]
+        ends = self.folder / "ends.safetensors"
+        manifest = {
+            "schema": SCHEMA,
+            **asdict(self.settings),
+            "ends": {"file": ends.name, "bytes": ends.stat().st_size, "sha256": sha256(ends)},
+            "shards": [
+                {"file": path.name, "bytes": path.stat().st_size, "sha256": _hash_path(path).read_text().split(" ")[0]}
+                for path in paths
+            ],
+        }
+        _write(self.folder / "manifest.json", _json(manifest))
+        for left_over in self.folder.glob(".*.part"):
+            left_over.unlink()
+        return FeatureCache(self.folder)
+
+
+class FeatureCache:
+    """A finished cache, read through memory maps.  Opening compares names and sizes; `verify` rehashes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises FileNotFoundError without a manifest, ValueError where it is malformed or does not fit the files."""
+        self.folder = Path(folder)
+        path = self.folder / "manifest.json"
+        if not path.exists():
+            begun = (self.folder / "settings.json").exists()
+            why = "an unfinished feature cache; run extract again, it resumes" if begun else "no feature cache"
+            raise FileNotFoundError(f"{self.folder} is {why} (no manifest.json)")
+        manifest = _read_json(path)
+        self.settings = _settings(manifest, path)
+        shards = manifest.get("shards")
+        if not isinstance(shards, list) or len(shards) != self.settings.shards:
+            found = len(shards) if isinstance(shards, list) else "no"
+            raise ValueError(f"{path} lists {found} shards, but its samples make {self.settings.shards}; extract again")
+        files = [*shards, manifest.get("ends")]
+        names = [*(shard_name(i) for i in range(len(shards))), "ends.safetensors"]
+        self._files = [_checked_file(self.folder, entry, name) for entry, name in zip(files, names, strict=True)]
+        self._open: dict[int, _Shard] = {}
+
+    def __len__(self) -> int:
+        return self.settings.samples
+
+    def __getitem__(self, index: int) -> CachedSample:
+        """Raises ValueError, naming the file, where a shard's content is malformed."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a feature cache with {len(self)} samples")
+        shard = index // self.settings.samples_per_shard
+        if shard not in self._open:
+            self._open[shard] = _Shard(self._files[shard][0], self.settings, len(self.settings.samples_of(shard)))
+        return self._open[shard].sample(index % self.settings.samples_per_shard)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # maps stay behind when a loader's worker process takes a copy
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size, _ in self._files)
+
+    def ends(self) -> dict[str, Tensor]:
+        """The target's embedding [V, H], norm, lm_head [V, H] and whatever else target.ends() gave."""
+        path = self._files[-1][0]
+        with _opened(path) as file:
+            ends = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _check_ends(ends, self.settings, path)
+        return ends
+
+    def verify(self) -> None:
+        """Rehash every file and read every row; raises ValueError naming the first bad file."""
+        for path, _, expected in self._files:
+            if sha256(path) != expected:
+                raise ValueError(f"{path} does not match its sha256; delete it with its .sha256 file and extract again")
+        self.ends()
+        for index in range(len(self)):
+            _check_sample(index, self[index], self.settings)
+
+
+class _Shard:
+    """One open shard file."""
+
+    def __init__(self, path: Path, settings: CacheSettings, samples: int) -> None:
+        self.path, self.settings = path, settings
+        self.file = _opened(path)
+        rows, longest = samples * settings.branches, settings.prompt_slots + settings.image_tokens
+        self._expect("offsets", "I64", [rows + 1])
+        self._expect("caption_offsets", "I64", [samples + 1])
+        self.offsets = self.file.get_tensor("offsets").tolist()
+        self.caption_offsets = self.file.get_tensor("caption_offsets").tolist()
+        self._ascending("offsets", self.offsets, settings.image_tokens + 1, longest)
+        self._ascending("caption_offsets", self.caption_offsets, 0, LARGEST)
+        self._expect("hidden_states", _SAFETENSORS_NAMES[settings.dtype], [self.offsets[-1], settings.hidden_size])
+        self._expect("token_ids", "I32", [self.offsets[-1]])
+        self._expect("caption_bytes", "U8", [self.caption_offsets[-1]])
+        self.hidden_states = self.file.get_slice("hidden_states")
+        self.token_ids = self.file.get_tensor("token_ids")
+        if not (int(self.token_ids.min()) >= -1 and int(self.token_ids.max()) < settings.codebook_size):
+            raise ValueError(f"{path}: token_ids leave -1 .. {settings.codebook_size - 1}; extract this shard again")
+
+    def sample(self, index: int) -> CachedSample:
+        branches = self.settings.branches
+        bounds = self.offsets[index * branches : (index + 1) * branches + 1]
+        spans = [slice(start, stop) for start, stop in pairwise(bounds)]
+        text = self.file.get_slice("caption_bytes")[self.caption_offsets[index] : self.caption_offsets[index + 1]]
+        return CachedSample(
+            bytes(text.tolist()).decode(errors="replace"),
+            tuple(self.hidden_states[span] for span in spans),
+            tuple(self.token_ids[span] for span in spans),
+        )
+
+    def _expect(self, name: str, dtype: str, shape: list[int]) -> None:
+        if name not in self.file.keys():  # noqa: SIM118
+            raise ValueError(f"{self.path} lacks the tensor {name}; extract this shard again")
+        found = self.file.get_slice(name)
+        if found.get_dtype() != dtype or found.get_shape() != shape:
+            raise ValueError(
+                f"{self.path}: {name} is {found.get_dtype()} {found.get_shape()}, but the manifest says {dtype} {shape}"
+            )
+
+    def _ascending(self, name: str, offsets: list[int], least: int, most: int) -> None:
+        steps = [b - a for a, b in pairwise(offsets)]
+        if offsets[0] != 0 or not all(least <= step <= most for step in steps):
+            raise ValueError(f"{self.path}: {name} must rise from 0 by {least} to {most}; extract this shard again")
+
+
+_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def shard_name(shard: int) -> str:
+    return f"shard-{shard:05d}.safetensors"
+
+
+def main(args: list[str]) -> None:
+    """`coolsd cache info FOLDER` and `coolsd cache verify FOLDER`."""
+    from coolsd.cli import argument_parser
+
+    parser = argument_parser("cache", main.__doc__ or "")
+    parser.add_argument("action", choices=("info", "verify"), help="print what it holds, or check every byte")
+    parser.add_argument("folder", type=str, help="a folder that `coolsd extract` wrote")
+    options = parser.parse_args(args)
+    cache = FeatureCache(options.folder)
+    for name, value in asdict(cache.settings).items():
+        print(f"{name:<18} {json.dumps(value) if isinstance(value, dict) else value}")
+    print(f"{'size':<18} {_size(cache.bytes)} in {cache.settings.shards} shards")
+    if options.action == "verify":
+        cache.verify()
+        print(f"{'verified':<18} every file matches its sha256, every row is well formed and finite")
+
+
+def _check_sample(index: int, sample: CachedSample, settings: CacheSettings) -> None:
+    least, most = settings.image_tokens + 1, settings.prompt_slots + settings.image_tokens
+    if len(sample.hidden_states) != settings.branches or len(sample.token_ids) != settings.branches:
+        raise ValueError(f"sample {index} has {len(sample.hidden_states)} branches, but the cache {settings.branches}")
+    for hidden, tokens in zip(sample.hidden_states, sample.token_ids, strict=True):
+        if hidden.shape[0] != len(tokens) or hidden.shape[1:] != (settings.hidden_size,):
+            raise ValueError(
+                f"sample {index} has hidden states {list(hidden.shape)} for {len(tokens)} tokens, "
+                f"but the cache takes [{len(tokens)}, {settings.hidden_size}]"
+            )
+        if not least <= len(tokens) <= most:
+            raise ValueError(f"sample {index} has {len(tokens)} slots, but a row has {least} to {most}")
+        if not hidden.isfinite().all():
+            raise ValueError(f"sample {index} ({sample.caption[:60]!r}) has hidden states that are not finite")
+        caption, image = tokens[: -settings.image_tokens], tokens[-settings.image_tokens :]
+        if (caption != -1).any() or (image < 0).any() or (image >= settings.codebook_size).any():
+            raise ValueError(
+                f"sample {index} must hold -1 for caption slots, then {settings.image_tokens} tokens "
+                f"of 0 .. {settings.codebook_size - 1}"
+            )
+
+
+def _check_ends(ends: Mapping[str, Tensor], settings: CacheSettings, path: Path) -> None:
+    expected = (settings.codebook_size, settings.hidden_size)
+    for name in ("embedding", "lm_head"):
+        if name not in ends or ends[name].shape != expected:
+            found = list(ends[name].shape) if name in ends else "missing"
+            raise ValueError(f"{path}: {name} is {found}, but must be {list(expected)}")
+
+
+def _refuse_other_settings(folder: Path, begun: Any, ours: dict[str, Any]) -> None:
+    begun = begun if isinstance(begun, dict) else {}
+    pairs = {name: (begun.get(name), value) for name, value in ours.items() if name != "settings"}
+    theirs = begun.get("settings") if isinstance(begun.get("settings"), dict) else {}
+    for name in {**theirs, **ours["settings"]}:
+        pairs[f"settings.{name}"] = (theirs.get(name), ours["settings"].get(name))
+    for name, (old, new) in pairs.items():
+        if old != new:
+            raise ValueError(
+                f"{folder} was begun with {name} = {old!r}, not {new!r}; choose another folder, or delete this one"
+            )
+
+
+def _settings(manifest: Any, path: Path) -> CacheSettings:
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else None
+        raise ValueError(f"{path} has schema {found!r}, but this version reads {SCHEMA}; extract again")
+    names = [f.name for f in fields(CacheSettings)]
+    missing = [name for name in names if name not in manifest]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; extract again")
+    return CacheSettings(**{name: manifest[name] for name in names})
+
+
+def _checked_file(folder: Path, entry: Any, name: str) -> tuple[Path, int, str]:
+    """(path, bytes, sha256) of a manifest's entry, which may name nothing but the file expected there."""
+    if not isinstance(entry, dict) or entry.get("file") != name:
+        found = entry.get("file") if isinstance(entry, dict) else entry
+        raise ValueError(f"{folder / 'manifest.json'} names the file {found!r} where {name} belongs; extract again")
+    size, digest, path = entry.get("bytes"), entry.get("sha256"), folder / name
+    if type(size) is not int or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"{folder / 'manifest.json'}: the entry of {name} needs bytes and a sha256; extract again")
+    if path.is_symlink() and folder.resolve() not in path.resolve().parents:
+        raise ValueError(f"{path} is a link out of the cache; copy the file there instead")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is in the manifest, but missing; extract again, it resumes")
+    if path.stat().st_size != size:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, but the manifest says {size}; extract it again")
+    return path, size, digest
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file ({error}); extract it again") from error
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+
+
+def _hash_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no readable JSON ({error}); extract again") from error
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_whole(path, lambda part: part.write_bytes(content) and None)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

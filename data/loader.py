@@ -1,0 +1,200 @@
+"""The loader over a feature cache.  Knows rows and their order; knows no model, no loss and no target.
+
+A batch is a dict; every row, one (sample, branch), has P + T slots, its captions padded on the left:
+
+    slot            0   1  ...  P-1 | P   P+1 ... P+T-1
+    valid           F   T  ...   T  | T    T  ...   T       bool [B, G, P + T], False = padding
+    token_ids      -1  -1  ...  -1  | t0   t1 ...  t(T-1)   long [B, G, P + T], -1 = caption or padding
+    hidden          0   h  ...   h  | h    h  ...   h       float32 [B, G, P + T, H], after the target's final norm
+    captions       B strings
+
+A draft head reads pair i = (hidden[i], token_ids[i + 1]) and predicts hidden[i + 1], see `pairs`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from data.features import FeatureCache
+
+Batch = dict[str, Any]
+
+
+def pairs(batch: Batch) -> dict[str, Tensor]:
+    """The shifted pairs of a batch, N = P + T - 1 of them a row; pair i sits at slot i.
+
+    hidden [B, G, N, H] and token_ids [B, G, N] are the head's input, target_hidden [B, G, N, H] what it should say.
+    seen bool [B, G, N]: the pair exists (no padding). loss bool [B, G, N]: its token is an image token, so decoding
+    drafts from it; the first is (last caption slot, t0). Caption pairs are context only.
+    """
+    hidden, tokens, valid = batch["hidden"], batch["token_ids"], batch["valid"]
+    seen = valid[..., :-1] & valid[..., 1:]
+    return {
+        "hidden": hidden[..., :-1, :],
+        "token_ids": tokens[..., 1:],
+        "target_hidden": hidden[..., 1:, :],
+        "seen": seen,
+        "loss": seen & (tokens[..., 1:] >= 0),
+    }
+
+
+class FeatureRows(Dataset):
+    """Batches of a cache: `rows[[4, 0]]` is the batch of the 4th and the 0th of the chosen samples.
+
+    in_memory reads all chosen samples once, in the cache's dtype; else each batch reads from the memory-mapped files.
+    """
+
+    def __init__(self, cache: FeatureCache, chosen: range, in_memory: bool) -> None:
+        self.cache, self.chosen = cache, chosen
+        self.memory = [cache[index] for index in chosen] if in_memory else None
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Raises ValueError, naming the sample, where a hidden state is not finite."""
+        settings = self.cache.settings
+        samples = [self.memory[i] if self.memory else self.cache[self.chosen[i]] for i in indices]
+        shape = (len(samples), settings.branches, settings.prompt_slots + settings.image_tokens)
+        hidden = torch.zeros(*shape, settings.hidden_size)
+        tokens = torch.full(shape, -1)
+        valid = torch.zeros(shape, dtype=torch.bool)
+        for b, sample in enumerate(samples):
+            for g, (states, ids) in enumerate(zip(sample.hidden_states, sample.token_ids, strict=True)):
+                hidden[b, g, -len(ids) :] = states
+                tokens[b, g, -len(ids) :] = ids
+                valid[b, g, -len(ids) :] = True
+        if not hidden.isfinite().all():
+            bad = next(i for i, row in zip(indices, hidden, strict=True) if not row.isfinite().all())
+            raise ValueError(
+                f"sample {self.chosen[bad]} of {self.cache.folder} is not finite; run coolsd cache verify on it"
+            )
+        return {
+            "hidden": hidden,
+            "token_ids": tokens,
+            "valid": valid,
+            "captions": [sample.caption for sample in samples],
+        }
+
+
+class EpochSampler(DistributedSampler):
+    """This process's share of a permutation that is a pure function of (seed, epoch).
+
+    All processes get equally many samples: the last few of the permutation are left out where they do not share
+    evenly. (A DistributedSampler by type alone, so that Lightning neither replaces nor wraps it.)
+    """
+
+    def __init__(self, samples: int, seed: int, rank: int, world_size: int, shuffle: bool = True) -> None:
+        super().__init__(range(samples), world_size, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.samples)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self.samples, generator=generator)
+        return iter(order[self.rank :: self.num_replicas][: len(self)].tolist())
+
+    def __len__(self) -> int:
+        return self.samples // self.num_replicas
+
+
+class FeatureModule(L.LightningDataModule):
+    """Training and held-out batches of a feature cache.
+
+    Args:
+        cache: Folder that `coolsd extract` wrote.
+        batch_size: Samples (all their branches) a batch and process.
+        held_out: Fraction of the samples, the last ones, kept for validation.
+        limit: Use only the first so many samples; null uses all.
+        in_memory: true reads the cache once into memory, false reads every batch from disk, null decides: true where it
+            takes at most half of the free memory.
+        workers: Processes that prepare batches; 0 prepares them in the training process.
+        seed: Of the order of the samples.
+    """
+
+    def __init__(
+        self,
+        cache: str,
+        batch_size: int = 8,
+        held_out: float = 0.05,
+        limit: int | None = None,
+        in_memory: bool | None = None,
+        workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.folder, self.batch_size, self.workers, self.seed = Path(cache), batch_size, workers, seed
+        self.held_out, self.limit, self.in_memory = held_out, limit, in_memory
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, but must be >= 1")
+        if not 0 <= held_out < 1:
+            raise ValueError(f"held_out is {held_out}, but must be in [0, 1)")
+        if limit is not None and limit < 2:
+            raise ValueError(f"limit is {limit}, but must be >= 2, or null for all samples")
+        self._rows: dict[bool, FeatureRows] = {}
+
+    @property
+    def cache(self) -> FeatureCache:
+        if not hasattr(self, "_cache"):
+            self._cache = FeatureCache(self.folder)
+        return self._cache
+
+    def setup(self, stage: str) -> None:
+        used = min(len(self.cache), self.limit or len(self.cache))
+        kept = round(used * self.held_out)
+        if self.held_out > 0:
+            kept = min(max(kept, 1), used - 1)
+        split = used - kept
+        if split < self.batch_size:
+            raise ValueError(
+                f"{split} training samples of {self.folder} make no batch of {self.batch_size}; lower batch_size"
+            )
+        in_memory = self.in_memory
+        if in_memory is None:
+            in_memory = used * self.cache.settings.bytes_per_sample <= _free_memory() / 2
+        if not self._rows:  # fit sets up once more for its validation
+            self._rows[True] = FeatureRows(self.cache, range(split), in_memory)
+            self._rows[False] = FeatureRows(self.cache, range(split, used), in_memory)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(training=True)
+
+    def val_dataloader(self) -> DataLoader | list:
+        return self._loader(training=False) if len(self._rows[False]) else []
+
+    test_dataloader = val_dataloader
+
+    def _loader(self, training: bool) -> DataLoader:
+        rows, trainer = self._rows[training], self.trainer
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        sampler = EpochSampler(len(rows), self.seed, rank, world_size, shuffle=training)
+        return DataLoader(
+            rows,
+            self.batch_size,
+            sampler=sampler,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            drop_last=training,
+            collate_fn=_as_is,
+        )
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _free_memory() -> int:
+    """Bytes; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0

@@ -1,0 +1,190 @@
+"""Trains a small LlamaGen target from captioned images: how the embedded default was made.
+
+Knows the target and its frozen image tokenizer; knows no draft and no acceptance rule.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+
+from coolsd.decode import generate
+from coolsd.image_tokenizers import load_image_tokenizer
+from coolsd.interfaces import Prompt
+from coolsd.sampling import Sampling
+from coolsd.targets import load_target
+from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
+from coolsd.transformer import TransformerConfig
+from data.emoji.dataset import EmojiImages, items
+from training.muon import MuonAdamW
+
+
+def caption_tokenizer(captions: list[str]) -> Tokenizer:
+    """One id per lower-case word of the captions; unknown words share one."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[unknown]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(captions, trainers.WordLevelTrainer(special_tokens=["[unknown]"], show_progress=False))
+    return tokenizer
+
+
+def choose_branch(prompt: Prompt, branch: Tensor) -> Prompt:
+    """One branch per row: branch long [B] (0 = caption, 1 = null caption) -> prompt with G = 1."""
+    rows = torch.arange(branch.shape[0], device=branch.device)
+    return replace(
+        prompt,
+        mask=prompt.mask[rows, branch][:, None],
+        inputs={name: value[rows, branch][:, None] for name, value in prompt.inputs.items()},
+    )
+
+
+def negative_log_likelihood(target: LlamaGen, prompt: Prompt, tokens: Tensor) -> Tensor:
+    """Nats per token of each image and branch: tokens [B, T] -> float32 [B, G]."""
+    logits = target.forced(prompt, tokens).logits.float()
+    labels = tokens[:, None].expand(-1, prompt.branches, -1)
+    return F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(labels.shape).mean(-1)
+
+
+def deepen(shallow: dict[str, Tensor], layers: int, deep_layers: int) -> dict[str, Tensor]:
+    """Weights of a deeper model that computes the same function: every old block is followed by new ones that copy it
+    but add nothing (output and down projections zero). deep_layers must be a multiple of layers."""
+    if deep_layers % layers:
+        raise ValueError(f"cannot grow {layers} layers to {deep_layers}: not a multiple")
+    times = deep_layers // layers
+    deep = {key: value for key, value in shallow.items() if not key.startswith("transformer.layers.")}
+    for key, value in shallow.items():
+        if key.startswith("transformer.layers."):
+            _, _, index, rest = key.split(".", 3)
+            for copy in range(times):
+                silent = copy > 0 and rest in ("attention.output.weight", "feed_forward.down.weight")
+                name = f"transformer.layers.{int(index) * times + copy}.{rest}"
+                deep[name] = torch.zeros_like(value) if silent else value.clone()
+    return deep
+
+
+class TargetTraining(L.LightningModule):
+    """Next-token cross-entropy on image tokens, with 10% of the captions replaced by the null caption.
+
+    tokenizer: folder of the frozen image tokenizer. start_from: folder of a trained target to continue from, or to grow
+    from if it has fewer layers. Learning rate: warm-up, flat, then cosine to 2% over trainer.max_steps.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str = "checkpoints/emoji/tokenizer",
+        start_from: str | None = None,
+        hidden_size: int = 256,
+        layers: int = 12,
+        heads: int = 4,
+        intermediate_size: int = 704,
+        caption_dim: int = 256,
+        prompt_slots: int = 16,
+        sketch_rank: int = 32,
+        sketch_reach: int = 6,
+        caption_dropout: float = 0.1,
+        learning_rate: float = 2e-3,
+        weight_decay: float = 0.05,
+        warmup_steps: int = 40,
+        flat_fraction: float = 0.4,
+        guidance: float = 1.5,
+        export_every: int = 200,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.hyper = self.hparams
+        image_tokenizer = load_image_tokenizer(tokenizer)
+        side = int(math.sqrt(image_tokenizer.grid[0] * image_tokenizer.grid[1]))
+        captions = sorted({item.caption for split in ("train", "combo", "novel") for item in items(split, core=True)})
+        words = caption_tokenizer(captions)
+        config = LlamaGenConfig(
+            transformer=TransformerConfig(hidden_size, layers, heads, intermediate_size),
+            codebook_size=image_tokenizer.config.codebook_size,
+            grid=(side, side),
+            prompt_slots=prompt_slots,
+            caption_dim=caption_dim,
+            words=words.get_vocab_size(),
+            sketch_rank=sketch_rank,
+            sketch_reach=sketch_reach,
+        )
+        self.target = LlamaGen(config, WordEncoder(words, config.words, caption_dim), image_tokenizer)
+        self._initialize()
+        if start_from is not None:
+            old = load_target(start_from, device="cpu", dtype="float32")
+            self.target.load_state_dict(deepen(old.state_dict(), old.config.transformer.layers, layers))
+
+    def _initialize(self) -> None:
+        layers = self.hyper["layers"]
+        for name, parameter in self.target.named_parameters():
+            if parameter.ndim == 2 and not name.startswith(("null_caption", "sketch")):
+                scale = math.sqrt(2 * layers) if name.endswith(("output.weight", "down.weight")) else 1.0
+                torch.nn.init.normal_(parameter, std=0.02 / scale)
+        torch.nn.init.normal_(self.target.caption_encoder.embedding.weight, std=1 / math.sqrt(self.hyper["caption_dim"]))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        named = [(name, p) for name, p in self.target.named_parameters() if p.requires_grad]
+        matrices = [p for name, p in named if name.startswith("transformer.layers.") and p.ndim == 2]
+        others = [p for name, p in named if not (name.startswith("transformer.layers.") and p.ndim == 2)]
+        optimizer = MuonAdamW(matrices, others, self.hyper["learning_rate"], self.hyper["weight_decay"])
+        total, warmup, flat = self.trainer.max_steps, self.hyper["warmup_steps"], self.hyper["flat_fraction"]
+        if total <= 0:
+            raise ValueError(f"trainer.max_steps is {total}, but the learning-rate schedule needs a positive number")
+
+        def factor(step: int) -> float:
+            progress = max(0.0, (step / total - flat) / (1 - flat))
+            return min(1.0, (step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
+        with torch.no_grad():
+            tokens = self.target.encode_images(batch["image"])
+        branch = (torch.rand(tokens.shape[0], device=self.device) < self.hyper["caption_dropout"]).long()
+        loss = negative_log_likelihood(
+            self.target, choose_branch(self.target.encode(batch["caption"], True), branch), tokens
+        ).mean()
+        if not torch.isfinite(loss):
+            raise ValueError(f"loss is {loss.item()} at step {self.global_step}; lower model.learning_rate")
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_index: int) -> None:
+        tokens = self.target.encode_images(batch["image"])
+        prompt = self.target.encode(batch["caption"], True)
+        conditional, unconditional = negative_log_likelihood(self.target, prompt, tokens).mean(0)
+        self.log("val/nats_per_token", conditional, prog_bar=True, batch_size=tokens.shape[0])
+        self.log("val/caption_gap", unconditional - conditional, prog_bar=True, batch_size=tokens.shape[0])
+
+    def on_validation_epoch_end(self) -> None:
+        """Draw held-out captions, note the entropy of what they were drawn from, keep the newest export."""
+        if self.trainer.sanity_checking:
+            return
+        held_out = EmojiImages("combo", core=True, limit=24)
+        captions = [held_out[i]["caption"] for i in range(len(held_out))]
+        sampling = Sampling(guidance=self.hyper["guidance"])
+        entropies: list[Tensor] = []
+        result = generate(
+            self.target, captions, sampling=sampling,
+            observer=lambda r: entropies.append(-(r.target_probs * r.target_probs.clamp(min=1e-12).log()).sum(-1).mean()),
+        )  # fmt: skip
+        self.log("val/guided_entropy", torch.stack(entropies).mean())
+        if self.logger is not None and result.images is not None:
+            grid = result.images.unflatten(0, (4, 6)).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
+            self.logger.experiment.add_image("combo", grid, self.global_step)  # type: ignore[attr-defined]
+        self.export(Path(self.trainer.default_root_dir) / "export" / "target")
+
+    def on_train_start(self) -> None:
+        self.started = time.monotonic()
+
+    def export(self, folder: Path) -> None:
+        self.target.save(folder)

@@ -1,0 +1,187 @@
+"""Trains a small image tokenizer from scratch: pixels, codes and losses.  Knows nothing of captions or targets."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+from torchmetrics.image import PeakSignalNoiseRatio
+
+from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
+from data.emoji.dataset import EmojiImages
+
+HELD_OUT = ("novel", "combo")
+
+
+def reconstruction_loss(decoded: Tensor, images: Tensor, mse: float, l1: float, edges: float) -> Tensor:
+    """Both [B, 3, H, W] in -1..1.  `edges` weighs L1 on gradients at three scales and on the pooled images."""
+    difference = decoded - images  # gradients and pooling are linear: apply them to the difference
+    loss = mse * difference.square().mean() + l1 * difference.abs().mean()
+    for scale in range(3):
+        if scale:
+            difference = F.avg_pool2d(difference, 2)
+            loss = loss + edges * difference.abs().mean()
+        loss = loss + edges * (difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean())
+    return loss
+
+
+class TokenizerTraining(LightningModule):
+    """The first steps run unquantised; then codes start as encoder outputs and dead ones are restarted.
+
+    The learning rate follows a cosine over `max_steps` or `max_minutes`, whichever ends first, so that a
+    busy machine still finishes its schedule.
+    """
+
+    def __init__(
+        self,
+        tokenizer: LlamaGenVQConfig,
+        learning_rate: float = 1.5e-3,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 50,
+        max_minutes: float = math.inf,
+        unquantised_steps: int = 60,
+        restart_every: int = 50,
+        restart_until: float = 0.6,
+        commitment: float = 0.25,
+        mse: float = 2.0,
+        l1: float = 0.3,
+        edges: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = LlamaGenVQ(tokenizer)
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.max_minutes, self.unquantised_steps = max_minutes, unquantised_steps
+        self.restart_every, self.restart_until, self.commitment = restart_every, restart_until, commitment
+        self.loss_weights = {"mse": mse, "l1": l1, "edges": edges}
+        self.seconds = 0.0  # training time, kept across a resume
+        self.register_buffer("hits", torch.zeros(tokenizer.codebook_size), persistent=False)  # since the last restart
+        self.register_buffer("held_out_hits", torch.zeros(tokenizer.codebook_size), persistent=False)
+        self.psnr = nn.ModuleDict({name: PeakSignalNoiseRatio(data_range=1.0) for name in HELD_OUT})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            self.tokenizer.parameters(), lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay
+        )
+
+    def progress(self) -> float:
+        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.max_minutes)
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.started = time.monotonic()
+        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress())))
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.learning_rate * cosine * min(1.0, (self.global_step + 1) / self.warmup_steps)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        images = batch["image"] / 127.5 - 1
+        quantiser = self.tokenizer.quantize
+        z = quantiser.normalise(self.tokenizer.embed(images))
+        if self.global_step < self.unquantised_steps:
+            quantised, vq_loss = z, z.new_zeros(())
+        else:
+            vectors = z.detach().transpose(0, 1).flatten(1).T  # [B*h*w, C]
+            if self.global_step == self.unquantised_steps:
+                self.replace_codes(torch.arange(len(self.hits)), vectors)
+            elif self.global_step % self.restart_every == 0:
+                if self.progress() < self.restart_until:
+                    self.replace_codes((self.hits == 0).nonzero().squeeze(1), vectors)
+                self.hits.zero_()
+            with torch.no_grad():
+                indices = quantiser.nearest(z)
+            codes = quantiser.lookup(indices, (z.shape[2], z.shape[3]))
+            self.hits += torch.bincount(indices.flatten(), minlength=len(self.hits))
+            vq_loss = F.mse_loss(codes, z.detach()) + self.commitment * F.mse_loss(z, codes.detach())
+            quantised = z + (codes - z).detach()
+        decoded = self.tokenizer.decode(quantised)
+        loss = reconstruction_loss(decoded, images, **self.loss_weights)
+        error = F.mse_loss(decoded.detach().clamp(-1, 1), images) / 4
+        self.log_dict({"train/loss": loss, "train/vq": vq_loss, "train/psnr": -10 * error.log10()}, prog_bar=True)
+        return loss + vq_loss
+
+    @torch.no_grad()
+    def replace_codes(self, which: Tensor, vectors: Tensor) -> None:
+        """which [n] code ids, vectors [M, C] encoder outputs of this batch."""
+        chosen = vectors[torch.randint(len(vectors), (len(which),), device=vectors.device)]
+        noise = torch.randn_like(chosen) * 0.01  # two codes from one background pixel must differ
+        self.tokenizer.quantize.embedding.weight[which.to(vectors.device)] = F.normalize(chosen + noise, dim=-1)
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+        self.seconds += time.monotonic() - self.started
+        if self.progress() >= 1:
+            self.trainer.should_stop = True
+
+    def on_validation_epoch_start(self) -> None:
+        self.held_out_hits.zero_()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        name = HELD_OUT[dataloader_idx]
+        indices = self.tokenizer.encode_images(batch["image"])
+        decoded = self.tokenizer.decode_images(indices)
+        self.held_out_hits += torch.bincount(indices.flatten(), minlength=len(self.hits))
+        self.psnr[name].update(decoded / 255, batch["image"] / 255)
+        self.log(f"psnr/{name}", self.psnr[name], add_dataloader_idx=False, prog_bar=True)
+        if batch_idx == 0 and self.logger is not None:
+            pairs = torch.cat([batch["image"][:16], decoded[:16]], dim=2)  # the original above its reconstruction
+            rows = [torch.cat(list(row), dim=2) for row in pairs.split(8)]
+            self.logger.experiment.add_image(f"reconstruction/{name}", torch.cat(rows, dim=1), self.global_step)
+
+    def on_validation_epoch_end(self) -> None:
+        share = self.held_out_hits / self.held_out_hits.sum().clamp(min=1)
+        perplexity = torch.special.entr(share).sum().exp()
+        used = (self.held_out_hits > 0).sum().float()
+        self.log_dict({"codes/used": used, "codes/perplexity": perplexity, "minutes": self.seconds / 60}, prog_bar=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seconds"] = self.seconds
+        self.export()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seconds = checkpoint["seconds"]
+
+    def on_train_end(self) -> None:
+        self.export()
+
+    def export(self) -> None:
+        """config.json and model.safetensors in <run folder>/export."""
+        if self.trainer.is_global_zero:
+            self.tokenizer.save(Path(self.trainer.log_dir or self.trainer.default_root_dir) / "export")
+
+
+class EpochOrder(Sampler[int]):
+    """A permutation that is a function of (seed, epoch) alone; Lightning calls `set_epoch`."""
+
+    def __init__(self, dataset: EmojiImages, seed: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
+        yield from torch.randperm(len(self.dataset), generator=generator).tolist()
+
+
+class EmojiImagesModule(LightningDataModule):
+    """Emoji with every name for training; core names on held-out combinations and renderings for validation."""
+
+    def __init__(self, batch_size: int = 32, held_out_images: int = 256, seed: int = 0) -> None:
+        super().__init__()
+        self.batch_size, self.held_out_images, self.seed = batch_size, held_out_images, seed
+
+    def train_dataloader(self) -> DataLoader:
+        dataset = EmojiImages(split="train", core=False, seed=self.seed)
+        return DataLoader(dataset, self.batch_size, sampler=EpochOrder(dataset, self.seed), drop_last=True)
+
+    def val_dataloader(self) -> list[DataLoader]:
+        sets = [EmojiImages(split=name, core=True, seed=self.seed, limit=self.held_out_images) for name in HELD_OUT]
+        return [DataLoader(dataset, self.batch_size) for dataset in sets]
