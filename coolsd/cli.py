@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -131,18 +132,40 @@ def argument_parser(command: str, description: str) -> jsonargparse.ArgumentPars
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+    """Every option of a parser and its subcommands, without dashes."""
+    names = []
+    for action in parser._actions:
+        names += [option.lstrip("-") for option in action.option_strings]
+        if isinstance(action.choices, dict):
+            names += [name for subparser in action.choices.values() for name in option_names(subparser)]
+    return names
 
 
 def explain(message: str, known: Iterable[str]) -> str:
-    """jsonargparse's message as one line, with the nearest known key where one is misspelt."""
+    """jsonargparse's message as one line: the essence of its lists, and the nearest known key where one is misspelt."""
+    if "did you mean" in message or "see --help" in message:  # a subcommand's parser has explained it already
+        return message
     message = " ".join(message.split()).replace("<class '", "").replace("'>", "")
-    unknown = re.search(r"nrecognized arguments?: *-*([\w.]+)|does not accept [a-z ]+ '([\w.]+)'", message)
+    message = re.sub(r"^Parser key \"([\w.]+)\":", r"\1:", message)
+    in_class = re.search(r"given class_path '([\w.]+)': (.*?)(?: - Expected a NoneType.*)?$", message)
+    if in_class:
+        message = f"{in_class[1]}: " + re.sub(r"Parser key \"([\w.]+)\":", r"\1:", in_class[2])
+    unknown = re.search(
+        r"nrecognized arguments?: *-*([\w.]+)|does not accept (?:\w+ )+'([\w.]+)'|Option '([\w.]+)' is not accepted",
+        message,
+    )
     if not unknown:
         return message
-    word = next(group for group in unknown.groups() if group)
+    word = next(found for found in unknown.groups() if found)
+    if in_class:
+        known = _init_arguments(in_class[1])
     group = re.search(r"Group '([\w.]+)'", message)
     return f"{message}; {nearest(f'{group[1]}.{word}' if group else word, known, 'see --help')}"
+
+
+def _init_arguments(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
 
 
 def _load(name: str) -> Callable[[list[str]], int | None]:

@@ -19,7 +19,8 @@ from coolsd.sampling import draw
 def accepted_mass(rule: Any, target_probs: Tensor, draft_probs: Tensor, relaxation: Tensor, depth: Tensor) -> Tensor:
     """A [..., V] of a rule, or draft * accept_probs of one that only knows acceptance probabilities."""
     if hasattr(rule, "accept_probs"):
-        return draft_probs * rule.accept_probs(target_probs, draft_probs, depth).clamp(0, 1)
+        accept = rule.accept_probs(target_probs, draft_probs, depth).clamp(0, 1)
+        return torch.where(draft_probs > 0, draft_probs * accept, 0.0)  # p / q is 0 / 0 where top-k left nothing
     return rule.accepted_mass(target_probs, draft_probs, relaxation)
 
 

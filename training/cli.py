@@ -1,11 +1,183 @@
-"""`coolsd fit`: Lightning's command line, with the model and the data named by class_path in the YAML file."""
+"""`coolsd fit`, `extract`, `export` and Lightning's other verbs: LightningCLI with our errors and our run folders.
 
-from lightning.pytorch.cli import LightningCLI
+Knows Lightning; the model and the data are named by class_path in the recipe.  Lightning starts its processes by
+running sys.argv again, so nothing here assigns it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from coolsd.checkpoint import save_checkpoint
+from coolsd.cli import argument_parser, explain, option_names
 
 
-def main(args: list[str] | None = None) -> LightningCLI:
-    """`args` None reads the command line; sys.argv is never assigned, for Lightning runs it again in its processes."""
-    return LightningCLI(args=args, save_config_kwargs={"overwrite": True})
+class Parser(LightningArgumentParser):
+    """A mistake becomes one sentence that names the nearest key."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        raise argparse.ArgumentError(None, explain(message, option_names(self))) from ex
+
+
+class CheckpointsExist(Callback):
+    """Stops a run whose checkpoints do not reach the disk: Lightning's save can fail without a word."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for checkpoint in trainer.checkpoint_callbacks:
+            for path in (getattr(checkpoint, "last_model_path", ""), getattr(checkpoint, "best_model_path", "")):
+                if path and trainer.is_global_zero and not Path(path).exists():
+                    raise ValueError(f"checkpoint {path} was not written; look for a full disk or missing permissions")
+
+    on_fit_end = on_train_epoch_end
+
+
+class CLI(LightningCLI):
+    """--out FOLDER is the run: config.yaml, TensorBoard events and checkpoints/ lie in it; a second run adds to it."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--out", type=str, default=None, help="Folder of the run; wins over the recipe's logger.")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Recipe and command line decide; Lightning would let the checkpoint's own settings overrule both."""
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        if config.out is not None:
+            out = Path(config.out)
+            config.trainer.default_root_dir = str(out)
+            config.trainer.logger = {
+                "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                "init_args": {"save_dir": str(out.parent), "name": out.name, "version": ""},
+            }
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # jsonargparse buries what a model or data module refuses in a list of types
+            if isinstance(error.__cause__, Exception) and "Union subtypes" in str(error):
+                raise error.__cause__ from None
+            raise
+
+    def before_fit(self) -> None:
+        wanted = self.config.fit.ckpt_path
+        if wanted == "last":
+            savers = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+            if not any(saver._find_last_checkpoint(self.trainer) for saver in savers):
+                raise ValueError(
+                    "--ckpt_path last, but this run has no last.ckpt yet; leave the option out to begin it"
+                )
+        elif wanted is not None and wanted not in ("best", "hpc") and not Path(wanted).exists():
+            raise FileNotFoundError(f"--ckpt_path {wanted} does not exist")
+
+
+def main(args: list[str] | None = None) -> None:
+    """`python -m training.cli fit --config ...`; args None reads the command line."""
+    _run(args)
+
+
+def fit(args: list[str]) -> None:
+    _run(["fit", *args])
+
+
+def validate(args: list[str]) -> None:
+    _run(["validate", *args])
+
+
+def test(args: list[str]) -> None:
+    _run(["test", *args])
+
+
+def predict(args: list[str]) -> None:
+    _run(["predict", *args])
+
+
+def extract(args: list[str]) -> None:
+    """Lightning's predict with training.extraction; the cache's own settings.json says how it was made."""
+    defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
+    quiet = ["--return_predictions", "false", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
+    _run(["predict", *defaults, *quiet, *args], save_config_callback=None)
+
+
+def export(args: list[str]) -> None:
+    """A run's checkpoint -> a head folder: config.json, model.safetensors, fingerprint.json."""
+    parser = argument_parser("export", export.__doc__ or "")
+    parser.add_argument("run", type=str, help="folder of the run (--out of fit), or one checkpoint")
+    parser.add_argument("--out", type=str, required=True, help="head folder to write")
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="which of the run's checkpoints")
+    parser.add_argument(
+        "--trust", type=bool, default=False, help="unpickle DeepSpeed's state; only for runs of your own"
+    )
+    options = parser.parse_args(args)
+    path = _find_checkpoint(Path(options.run), options.checkpoint)
+    checkpoint = _read_sharded(path, options.trust) if path.is_dir() else _read(path)
+    if "eagle" not in checkpoint:
+        raise ValueError(f"{path} holds no draft head; export takes a run of training.draft.DraftTraining")
+    prefix = "head."
+    tensors = {name[len(prefix) :]: t for name, t in checkpoint["state_dict"].items() if name.startswith(prefix)}
+    print(f"{options.out}: head {save_checkpoint(Path(options.out), checkpoint['eagle'], tensors)} from {path}")
+
+
+def _run(args: list[str] | None, save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback) -> None:
+    # advertisements of other products, several lines a run
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
+    CLI(
+        args=args,
+        parser_class=Parser,
+        seed_everything_default=0,
+        save_config_callback=save_config_callback,
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        # our data modules know which process reads what
+        trainer_defaults={"callbacks": [CheckpointsExist()], "use_distributed_sampler": False},
+    )
+
+
+def _find_checkpoint(run: Path, which: str) -> Path:
+    """The newest last.ckpt, or the best by its monitored metric as Lightning noted it in the newest checkpoint."""
+    if run.suffix == ".ckpt":
+        return run
+    if not run.is_dir():
+        raise FileNotFoundError(f"no run at {run}; give the folder that fit wrote with --out")
+    found = sorted((run / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    last = [path for path in found if path.name.startswith("last")] or found
+    if not last:
+        raise FileNotFoundError(f"{run}/checkpoints holds no checkpoint yet")
+    if which == "last" or last[-1].is_dir():
+        return last[-1]
+    for name, state in _read(last[-1]).get("callbacks", {}).items():
+        if name.startswith("ModelCheckpoint") and state.get("best_model_path"):
+            return run / "checkpoints" / Path(state["best_model_path"]).name  # the run may have moved
+    return last[-1]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is no whole Lightning checkpoint ({str(error).splitlines()[0]})") from None
+
+
+def _read_sharded(path: Path, trust: bool) -> dict[str, Any]:
+    """A checkpoint that DeepSpeed left as a folder, one file a process."""
+    if not trust:
+        raise ValueError(f"{path} is DeepSpeed's state, which is unpickled; add --trust true if the run is your own")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    states = get_fp32_state_dict_from_zero_checkpoint(str(path), "checkpoint")
+    about = torch.load(next((path / "checkpoint").glob("*model_states.pt")), map_location="cpu", weights_only=False)
+    return {**about, "state_dict": states}
 
 
 if __name__ == "__main__":

@@ -32,40 +32,44 @@ from data.loader import EpochSampler
 
 
 @dataclass(frozen=True)
-class ShardBatch:
+class Pass:
     """Samples `indices` of one shard. shard None: a repeated batch, to be discarded. last: it completes its shard."""
 
     shard: int | None
     indices: tuple[int, ...]
     last: bool
+
+
+@dataclass(frozen=True)
+class CaptionedBatch:
+    """images uint8 [B, 3, h, w], or None where the target draws them; B captions."""
+
+    of: Pass
     images: Tensor | None
     captions: tuple[str, ...]
 
 
-def shard_batches(
-    unfinished: Sequence[int], settings: CacheSettings, batch_size: int, rank: int, world_size: int
-) -> list[tuple[int | None, tuple[int, ...], bool]]:
-    """(shard, indices, last) of every pass of one process; no batch crosses from one shard to the next."""
+def plan(unfinished: Sequence[int], settings: CacheSettings, batch_size: int, rank: int, world_size: int) -> list[Pass]:
+    """Every pass of one process; no batch crosses from one shard to the next."""
 
-    def passes(shards: Sequence[int]) -> Iterator[tuple[int | None, tuple[int, ...], bool]]:
+    def passes(shards: Sequence[int]) -> Iterator[Pass]:
         for shard in shards:
             samples = settings.samples_of(shard)
             for start in range(0, len(samples), batch_size):
-                yield shard, tuple(samples[start : start + batch_size]), start + batch_size >= len(samples)
+                yield Pass(shard, tuple(samples[start : start + batch_size]), start + batch_size >= len(samples))
 
     everyone = [list(passes(unfinished[r::world_size])) for r in range(world_size)]
-    longest = max(map(len, everyone))
-    idle = (None, everyone[0][0][1], False) if everyone[0] else None
-    return everyone[rank] + [idle] * (longest - len(everyone[rank])) if idle else []
+    repeated = [Pass(None, everyone[0][0].indices, False)] if unfinished else []
+    return everyone[rank] + repeated * (max(map(len, everyone)) - len(everyone[rank]))
 
 
 class CaptionedImages(L.LightningDataModule):
     """The captioned images to extract from.
 
     Args:
-        dataset: A map-style dataset of {"image": uint8 [3, h, w], "caption": str}, named by class_path in a recipe; null
-            takes the training split of the embedded emojis.
-        limit: Use only the first so many samples of the dataset; null uses all.
+        dataset: A map-style dataset of {"image": uint8 [3, h, w], "caption": str}, named by class_path in a recipe;
+            null takes the training split of the embedded emojis.
+        limit: Use only so many samples of the dataset, chosen at random but always the same; null uses all.
         batch_size: Samples (all their branches) a pass.
         workers: Processes that read images; 0 reads them in the extracting process.
     """
@@ -83,9 +87,11 @@ class CaptionedImages(L.LightningDataModule):
 
             dataset = EmojiImages("train")
         self.dataset, self.batch_size, self.workers = dataset, batch_size, workers
-        self.samples = min(len(dataset), limit or len(dataset))  # type: ignore[arg-type]
-        if not self.samples:
+        found = len(dataset)  # type: ignore[arg-type]
+        if not found:
             raise ValueError(f"{type(dataset).__name__} is empty; point it at captioned images")
+        # a dataset may be sorted, yet its first samples should stand for it: the loader holds out the last ones
+        self.chosen = torch.randperm(found, generator=torch.Generator().manual_seed(0))[:limit].tolist()
 
     def fingerprint(self) -> str:
         """Of what is extracted: the dataset's own `fingerprint` where it has one, else its class, its size and a hash
@@ -95,36 +101,32 @@ class CaptionedImages(L.LightningDataModule):
             return own
         digest = hashlib.sha256()
         for i in range(16):
-            sample = self.dataset[i * (self.samples - 1) // 15]
+            sample = self.dataset[self.chosen[i * (len(self.chosen) - 1) // 15]]
             digest.update(sample["caption"].encode(errors="replace"))
             digest.update(sample["image"].contiguous().numpy().tobytes())
-        return f"{type(self.dataset).__name__}[{self.samples}]@{digest.hexdigest()[:12]}"
+        return f"{type(self.dataset).__name__}[{len(self.chosen)}]@{digest.hexdigest()[:12]}"
 
     def predict_dataloader(self) -> DataLoader:
         module = self.trainer.lightning_module
         assert isinstance(module, Extraction)
-        plan = shard_batches(
-            module.unfinished(), module.settings, self.batch_size, self.trainer.global_rank, self.trainer.world_size
-        )
-        batches = _Batches(self.dataset, plan, images=module.source == "images")
-        order = EpochSampler(len(plan), 0, 0, 1, shuffle=False)  # the plan is this process's own already
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        passes = plan(module.unfinished(), module.settings, self.batch_size, rank, world_size)
+        batches = _Batches(self.dataset, self.chosen, passes, images=module.source == "images")
+        order = EpochSampler(len(passes), 0, 0, 1, shuffle=False)  # the passes are this process's own already
         return DataLoader(batches, batch_size=None, sampler=order, num_workers=self.workers)
 
 
 class _Batches(Dataset):
-    def __init__(
-        self, dataset: Dataset, plan: Sequence[tuple[int | None, tuple[int, ...], bool]], images: bool
-    ) -> None:
-        self.dataset, self.plan, self.images = dataset, plan, images
+    def __init__(self, dataset: Dataset, chosen: Sequence[int], passes: Sequence[Pass], images: bool) -> None:
+        self.dataset, self.chosen, self.passes, self.images = dataset, chosen, passes, images
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.passes)
 
-    def __getitem__(self, index: int) -> ShardBatch:
-        shard, indices, last = self.plan[index]
-        samples = [self.dataset[i] for i in indices]
+    def __getitem__(self, index: int) -> CaptionedBatch:
+        samples = [self.dataset[self.chosen[i]] for i in self.passes[index].indices]
         images = torch.stack([sample["image"] for sample in samples]) if self.images else None
-        return ShardBatch(shard, indices, last, images, tuple(sample["caption"] for sample in samples))
+        return CaptionedBatch(self.passes[index], images, tuple(sample["caption"] for sample in samples))
 
 
 class Extraction(L.LightningModule):
@@ -187,7 +189,7 @@ class Extraction(L.LightningModule):
             image_tokens=self.target.image_tokens,
             codebook_size=self.target.codebook_size,
             branches=prompt.branches,
-            samples=data.samples,
+            samples=len(data.chosen),
             samples_per_shard=self.samples_per_shard,
             dtype=self.cache_dtype,
             settings=how,
@@ -210,13 +212,13 @@ class Extraction(L.LightningModule):
         rank_zero_info(f"{self.settings.shards - len(missing)} of {self.settings.shards} shards are finished already")
         return missing
 
-    def predict_step(self, batch: ShardBatch, batch_idx: int) -> None:
+    def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> None:
         prompt = self.target.encode(batch.captions, self.guidance)
         tokens = self._tokens(batch)
         output = self.target.forced(prompt, tokens)
         if not self.checked:
             self._check_states(output)
-        if batch.shard is None:
+        if batch.of.shard is None:
             return
         caption = torch.full(prompt.mask.shape, -1, device=tokens.device)
         ids = torch.cat([caption, tokens[:, None].expand(-1, prompt.branches, -1)], dim=-1)  # [B, G, P + T]
@@ -230,8 +232,8 @@ class Extraction(L.LightningModule):
             )
             for b, words in enumerate(batch.captions)
         ]
-        if batch.last:
-            self.writer.write_shard(batch.shard, self.pending)
+        if batch.of.last:
+            self.writer.write_shard(batch.of.shard, self.pending)
             self.pending = []
 
     def teardown(self, stage: str) -> None:
@@ -243,20 +245,27 @@ class Extraction(L.LightningModule):
             rank_zero_info(f"feature cache {self.folder}: {len(cache)} samples, {cache.bytes / 1e6:.1f} MB")
         self.trainer.strategy.barrier()
 
-    def transfer_batch_to_device(self, batch: ShardBatch, device: torch.device, dataloader_idx: int) -> ShardBatch:
+    def transfer_batch_to_device(
+        self, batch: CaptionedBatch, device: torch.device, dataloader_idx: int
+    ) -> CaptionedBatch:
         return batch  # the target's own methods move what they need
 
-    def _tokens(self, batch: ShardBatch) -> Tensor:
+    def _tokens(self, batch: CaptionedBatch) -> Tensor:
         """Image tokens [B, T] of the batch."""
         if self.source == "images":
             assert batch.images is not None
             return self.target.encode_images(batch.images.to(self.target.device))
         from coolsd.decode import generate
 
-        rows = torch.tensor(batch.indices, device=self.target.device)
-        return generate(
-            self.target, batch.captions, sampling=self.sampling, seed=self.seed, rows=rows, decode_images=False
-        ).tokens
+        drawn = generate(
+            self.target,
+            batch.captions,
+            sampling=self.sampling,
+            seed=self.seed,
+            rows=batch.of.indices,
+            decode_images=False,
+        )
+        return drawn.tokens
 
     def _check_states(self, output: TargetOutput) -> None:
         """The stored states must give the target's logits again, else a head trained on them is worthless."""

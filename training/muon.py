@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -65,9 +66,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                state.update(
+                    step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                )
         states = [self.state[p] for p in parameters]
-        torch.optim.adamw.adamw(
+        adamw(
             parameters, [p.grad for p in parameters], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
             [], [s["step"] for s in states], amsgrad=False, beta1=0.9, beta2=0.95, lr=group["lr"],
             weight_decay=group["weight_decay"], eps=1e-8, maximize=False,

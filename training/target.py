@@ -6,7 +6,6 @@ Knows the target and its frozen image tokenizer; knows no draft and no acceptanc
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from coolsd.decode import generate
 from coolsd.image_tokenizers import load_image_tokenizer
@@ -27,6 +27,7 @@ from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
 from coolsd.transformer import TransformerConfig
 from data.emoji.dataset import EmojiImages, items
 from training.muon import MuonAdamW
+from training.tokenizer import EpochOrder
 
 
 def caption_tokenizer(captions: list[str]) -> Tokenizer:
@@ -34,7 +35,9 @@ def caption_tokenizer(captions: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel(unk_token="[unknown]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(captions, trainers.WordLevelTrainer(special_tokens=["[unknown]"], show_progress=False))
+    tokenizer.train_from_iterator(
+        captions, trainers.WordLevelTrainer(special_tokens=["[unknown]"], show_progress=False)
+    )
     return tokenizer
 
 
@@ -72,6 +75,27 @@ def deepen(shallow: dict[str, Tensor], layers: int, deep_layers: int) -> dict[st
     return deep
 
 
+class EmojiCaptions(L.LightningDataModule):
+    """Captioned core emojis: jittered training combinations, held-out combinations for validation."""
+
+    def __init__(self, batch_size: int = 16, held_out_images: int = 64, seed: int = 0) -> None:
+        super().__init__()
+        self.batch_size, self.held_out_images, self.seed = batch_size, held_out_images, seed
+
+    def train_dataloader(self) -> DataLoader:
+        dataset = EmojiImages("train", core=True, seed=self.seed)
+        return DataLoader(dataset, self.batch_size, sampler=EpochOrder(dataset, self.seed), drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(EmojiImages("combo", core=True, seed=self.seed, limit=self.held_out_images), self.batch_size)
+
+    def test_dataloader(self) -> DataLoader:
+        """Training captions in a jitter that training never drew."""
+        self.test_images = EmojiImages("train", core=True, seed=self.seed + 1)
+        order = torch.randperm(len(self.test_images), generator=torch.Generator().manual_seed(0))
+        return DataLoader(self.test_images, self.batch_size, sampler=order[: self.held_out_images].tolist())
+
+
 class TargetTraining(L.LightningModule):
     """Next-token cross-entropy on image tokens, with 10% of the captions replaced by the null caption.
 
@@ -97,19 +121,17 @@ class TargetTraining(L.LightningModule):
         warmup_steps: int = 40,
         flat_fraction: float = 0.4,
         guidance: float = 1.5,
-        export_every: int = 200,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.hyper = self.hparams
         image_tokenizer = load_image_tokenizer(tokenizer)
-        side = int(math.sqrt(image_tokenizer.grid[0] * image_tokenizer.grid[1]))
         captions = sorted({item.caption for split in ("train", "combo", "novel") for item in items(split, core=True)})
         words = caption_tokenizer(captions)
         config = LlamaGenConfig(
             transformer=TransformerConfig(hidden_size, layers, heads, intermediate_size),
             codebook_size=image_tokenizer.config.codebook_size,
-            grid=(side, side),
+            grid=image_tokenizer.config.grid,
             prompt_slots=prompt_slots,
             caption_dim=caption_dim,
             words=words.get_vocab_size(),
@@ -128,7 +150,9 @@ class TargetTraining(L.LightningModule):
             if parameter.ndim == 2 and not name.startswith(("null_caption", "sketch")):
                 scale = math.sqrt(2 * layers) if name.endswith(("output.weight", "down.weight")) else 1.0
                 torch.nn.init.normal_(parameter, std=0.02 / scale)
-        torch.nn.init.normal_(self.target.caption_encoder.embedding.weight, std=1 / math.sqrt(self.hyper["caption_dim"]))
+        torch.nn.init.normal_(
+            self.target.caption_encoder.embedding.weight, std=1 / math.sqrt(self.hyper["caption_dim"])
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         named = [(name, p) for name, p in self.target.named_parameters() if p.requires_grad]
@@ -183,8 +207,17 @@ class TargetTraining(L.LightningModule):
             self.logger.experiment.add_image("combo", grid, self.global_step)  # type: ignore[attr-defined]
         self.export(Path(self.trainer.default_root_dir) / "export" / "target")
 
-    def on_train_start(self) -> None:
-        self.started = time.monotonic()
-
     def export(self, folder: Path) -> None:
         self.target.save(folder)
+
+    def test_step(self, batch: dict[str, Any], batch_index: int) -> None:
+        """Which of 32 captions on the same background is the image most likely under? (`coolsd test`)"""
+        dataset = self.trainer.datamodule.test_images  # type: ignore[attr-defined]
+        for image, index in zip(batch["image"], batch["index"].tolist(), strict=True):
+            own = dataset.items[index]
+            others = [item.caption for item in dataset.items if item.background == own.background and item != own]
+            generator = torch.Generator().manual_seed(index)
+            chosen = [others[i] for i in torch.randperm(len(others), generator=generator)[:31].tolist()]
+            tokens = self.target.encode_images(image[None]).expand(32, -1)
+            nats = negative_log_likelihood(self.target, self.target.encode([own.caption, *chosen], False), tokens)
+            self.log("test/right_caption", float(nats[:, 0].argmin() == 0), batch_size=1)

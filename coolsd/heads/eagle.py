@@ -82,8 +82,9 @@ class EagleHead(nn.Module):
             self.fc.weight[:, size:] = torch.eye(size)
 
     def _apply(self, fn: Any, recurse: bool = True) -> EagleHead:
+        rope = self.rope
         super()._apply(fn, recurse)
-        self.rope = self.rope.float()
+        self.rope = rope.to(self.rope.device)  # positions stay exact whatever the weights' dtype
         self._table = None
         return self
 

@@ -3,20 +3,24 @@
 Module names equal the published state_dict, so official weights load strictly.
 """
 
-import json
-import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from coolsd.checkpoint import find_folder, fingerprint, load_strictly, read_json, read_tensors, save_checkpoint
 
 
 @dataclass(frozen=True)
 class LlamaGenVQConfig:
-    """`patch_size` is ours: pixels are unshuffled before the encoder and shuffled after the decoder; 1 is LlamaGen."""
+    """LlamaGen's settings, and two of ours for small models; their defaults are LlamaGen.
+
+    patch_size: pixels are unshuffled before the encoder and shuffled after the decoder.
+    norm_groups: with 32 groups of one or two channels, normalisation would erase each image's own colours.
+    """
 
     image_size: int = 256
     codebook_size: int = 16384
@@ -27,16 +31,17 @@ class LlamaGenVQConfig:
     channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     num_res_blocks: int = 2
     patch_size: int = 1
+    norm_groups: int = 32
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "channel_multipliers", tuple(self.channel_multipliers))  # JSON and YAML give lists
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int}
-        bad = [name for name, value in numbers.items() if type(value) is not int or value < 1]
-        bad += [] if all(type(m) is int and m > 0 for m in self.channel_multipliers or (0,)) else ["channel_multipliers"]
-        if bad:
-            raise ValueError(f"image tokenizer config: {', '.join(bad)} must be positive integers")
-        if self.channels % 32:
-            raise ValueError(f"channels is {self.channels}, but GroupNorm(32) needs a multiple of 32")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numbers = value if isinstance(value, tuple) and value else (value,)
+            if field.name != "l2_norm" and not all(type(number) is int and number > 0 for number in numbers):
+                raise ValueError(f"image tokenizer config: {field.name} is {value!r}, but must be positive integers")
+        if self.channels % self.norm_groups:
+            raise ValueError(f"channels is {self.channels}, not a multiple of norm_groups {self.norm_groups}")
         if self.image_size % self.downsampling:
             raise ValueError(f"image_size {self.image_size} is not a multiple of the downsampling {self.downsampling}")
 
@@ -50,16 +55,16 @@ class LlamaGenVQConfig:
         return side, side
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, channels, eps=1e-6)
+def group_norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 class ResBlock(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, groups: int) -> None:
         super().__init__()
-        self.norm1 = group_norm(in_channels)
+        self.norm1 = group_norm(in_channels, groups)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.norm2 = group_norm(out_channels)
+        self.norm2 = group_norm(out_channels, groups)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         if in_channels != out_channels:
             self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
@@ -73,9 +78,9 @@ class ResBlock(nn.Module):
 class AttnBlock(nn.Module):
     """Single-head self-attention over all positions."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.norm = group_norm(channels)
+        self.norm = group_norm(channels, groups)
         self.q = nn.Conv2d(channels, channels, 1)
         self.k = nn.Conv2d(channels, channels, 1)
         self.v = nn.Conv2d(channels, channels, 1)
@@ -109,10 +114,11 @@ class Upsample(nn.Module):
 class Level(nn.Module):
     """Residual blocks at one resolution, each followed by attention at the coarsest, then a change of resolution."""
 
-    def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool) -> None:
+    def __init__(self, in_channels: int, out_channels: int, groups: int, blocks: int, attention: bool) -> None:
         super().__init__()
-        self.res = nn.ModuleList(ResBlock(in_channels if i == 0 else out_channels, out_channels) for i in range(blocks))
-        self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(blocks if attention else 0))
+        inputs = [in_channels] + [out_channels] * (blocks - 1)
+        self.res = nn.ModuleList(ResBlock(width, out_channels, groups) for width in inputs)
+        self.attn = nn.ModuleList(AttnBlock(out_channels, groups) for _ in range(blocks if attention else 0))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.res):
@@ -124,8 +130,9 @@ class Level(nn.Module):
         return x
 
 
-def middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([ResBlock(channels, channels), AttnBlock(channels), ResBlock(channels, channels)])
+def middle(channels: int, groups: int) -> nn.ModuleList:
+    before, after = ResBlock(channels, channels, groups), ResBlock(channels, channels, groups)
+    return nn.ModuleList([before, AttnBlock(channels, groups), after])
 
 
 class Encoder(nn.Module):
@@ -136,12 +143,12 @@ class Encoder(nn.Module):
         self.conv_in = nn.Conv2d(3 * config.patch_size**2, config.channels, 3, padding=1)
         self.conv_blocks = nn.ModuleList()
         for i, (before, width) in enumerate(zip([config.channels, *widths], widths, strict=False)):
-            level = Level(before, width, config.num_res_blocks, attention=i == last)
+            level = Level(before, width, config.norm_groups, config.num_res_blocks, attention=i == last)
             if i < last:
                 level.downsample = Downsample(width)
             self.conv_blocks.append(level)
-        self.mid = middle(widths[-1])
-        self.norm_out = group_norm(widths[-1])
+        self.mid = middle(widths[-1], config.norm_groups)
+        self.norm_out = group_norm(widths[-1], config.norm_groups)
         self.conv_out = nn.Conv2d(widths[-1], config.z_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,14 +166,14 @@ class Decoder(nn.Module):
         widths = [config.channels * m for m in reversed(config.channel_multipliers)]
         last = len(widths) - 1
         self.conv_in = nn.Conv2d(config.z_channels, widths[0], 3, padding=1)
-        self.mid = middle(widths[0])
+        self.mid = middle(widths[0], config.norm_groups)
         self.conv_blocks = nn.ModuleList()
         for i, (before, width) in enumerate(zip([widths[0], *widths], widths, strict=False)):
-            level = Level(before, width, config.num_res_blocks + 1, attention=i == 0)
+            level = Level(before, width, config.norm_groups, config.num_res_blocks + 1, attention=i == 0)
             if i < last:
                 level.upsample = Upsample(width)
             self.conv_blocks.append(level)
-        self.norm_out = group_norm(widths[-1])
+        self.norm_out = group_norm(widths[-1], config.norm_groups)
         self.conv_out = nn.Conv2d(widths[-1], 3 * config.patch_size**2, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -249,56 +256,27 @@ class LlamaGenVQ(nn.Module):
         images = self.decode_code(indices.to(self.quant_conv.weight.device), grid)
         return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
-    def save(self, folder: str | Path) -> None:
-        """Writes config.json and model.safetensors; a reader never sees half a file."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {"type": "llamagen_vq", **asdict(self.config)}
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        for name in ("config.json", "model.safetensors"):
-            partial = folder / f".{name}.partial"
-            if name == "config.json":
-                partial.write_text(json.dumps(config, indent=2) + "\n")
-            else:
-                save_file(weights, partial)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(folder / name)
+    def save(self, folder: str | Path, extra: Mapping[str, str] | None = None) -> str:
+        """Writes a checkpoint folder (extra: further text files by name) and returns its fingerprint."""
+        return save_checkpoint(Path(folder), {"type": "llamagen_vq", **asdict(self.config)}, self.state_dict(), extra)
 
 
 def read_config(path: Path) -> LlamaGenVQConfig:
-    values = json.loads(path.read_text())
-    if not isinstance(values, dict) or values.pop("type", None) != "llamagen_vq":
+    values = read_json(path)
+    if values.pop("type", None) != "llamagen_vq":
         raise ValueError(f'{path} does not describe a LlamaGen VQ model: expected "type": "llamagen_vq"')
-    names = {f.name for f in fields(LlamaGenVQConfig)}
+    names = {field.name for field in fields(LlamaGenVQConfig)}
     if values.keys() != names:
         raise ValueError(f"{path}: missing {sorted(names - values.keys())}, unknown {sorted(values.keys() - names)}")
     return LlamaGenVQConfig(**values)
 
 
-def check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], source: str | Path) -> None:
-    """Names every missing, extra or misshaped key."""
-    faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
-    faults += [f"unexpected {name}" for name in weights.keys() - expected.keys()]
-    for name in expected.keys() & weights.keys():
-        have, want = tuple(weights[name].shape), tuple(expected[name].shape)
-        faults += [f"{name} has shape {have}, not {want}"] if have != want else []
-        faults += [f"{name} is {weights[name].dtype}"] if not weights[name].is_floating_point() else []
-    if faults:
-        more = f", and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError(f"{source} does not fit its config.json: {'; '.join(sorted(faults)[:8])}{more}")
-
-
 def load_image_tokenizer(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> LlamaGenVQ:
-    folder = Path(folder)
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} holds no image tokenizer: {name} is missing")
-    with torch.device("meta"):
-        model = LlamaGenVQ(read_config(folder / "config.json"))
-    weights = load_file(folder / "model.safetensors")
-    check_weights(weights, model.state_dict(), folder / "model.safetensors")
-    model.load_state_dict(weights, assign=True)
+    """From a checkpoint folder, or a name under checkpoints/ such as "emoji/tokenizer"."""
+    folder = find_folder(folder)
+    fingerprint(folder)
+    model = LlamaGenVQ(read_config(folder / "config.json"))
+    load_strictly(model, read_tensors(folder), folder / "model.safetensors")
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -151,8 +151,9 @@ class LlamaGen(nn.Module):
         return self.lm_head.weight.dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> LlamaGen:
+        rope = self.rope
         super()._apply(fn, recurse)
-        self.rope = self.rope.float()  # positions stay exact whatever the weights' dtype
+        self.rope = rope.to(self.rope.device)  # positions stay exact whatever the weights' dtype
         return self
 
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt:

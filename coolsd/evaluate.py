@@ -1,0 +1,230 @@
+"""`coolsd evaluate`: prompts -> images of several methods -> accepted length, latency, bias -> results.json.
+
+Knows how to measure fairly: everything warmed up, methods interleaved prompt by prompt, plain always among them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from coolsd import report, results
+from coolsd.checkpoint import write_json
+from coolsd.cli import argument_parser
+from coolsd.decode import generate
+from coolsd.generate_images import (
+    EMOJI_SAMPLING,
+    Job,
+    checkpoint_name,
+    load_image_target,
+    progress_bar,
+    read_prompts,
+    slug,
+    write_png,
+)
+from coolsd.heads.checkpoint import load_head
+from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule
+from coolsd.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the results: a rule on a drafter.
+
+    Args:
+        name: Its name in the table and in the files.
+        rule: vanilla, uniform, cool-sd or a class_path.
+        delta: Mean relaxation of uniform and cool-sd.
+        nu: Decay of cool-sd's relaxation with depth.
+        floor: Lower bound of cool-sd's relaxation.
+        drafter: chain or a class_path.
+        length: Tokens the chain drafts per target call.
+        head: Checkpoint folder of its draft head; null takes the run's.
+        first: Only the first so many prompts; null takes all.
+    """
+
+    name: str
+    rule: Rule = "cool-sd"
+    delta: float | None = None
+    nu: float | None = None
+    floor: float | None = None
+    drafter: Drafting = "chain"
+    length: int | None = None
+    head: str | None = None
+    first: int | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method with everything loaded; plain decoding has neither drafter nor rule. images: its per-image records."""
+
+    name: str
+    drafter: Any
+    rule: Any
+    about: dict[str, Any]
+    prompts: int
+    images: list[dict[str, Any]]
+
+    @property
+    def depth(self) -> int:
+        return self.drafter.depth if self.drafter else 0
+
+
+def evaluate(
+    out: Path,
+    methods: list[Method],
+    target: str = "emoji/target",
+    head: str = "emoji/draft",
+    split: Literal["combo", "novel"] = "combo",
+    limit: int = 64,
+    prompts: list[str] | Path | None = None,
+    repeats: int = 1,
+    sampling: Sampling = EMOJI_SAMPLING,
+    batch_size: int = 1,
+    check: bool = False,
+    compile: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    seed: int = 0,
+) -> dict[str, Any] | None:
+    """Measure methods against plain decoding, which is always the first row ("ar").
+
+    Args:
+        out: Folder for results.json, table.md, report.html and images/.
+        methods: What to compare, each {name, rule, ...}.
+        target: Checkpoint folder of the target, or its name under checkpoints/.
+        head: The same of the draft head.
+        split: Held-out emoji captions: combo (parts seen, not together) or novel (names never seen).
+        limit: How many of them.
+        prompts: Captions instead: a list, or a file with one a line.
+        repeats: Images per prompt and method, each with a row index of its own.
+        sampling: How logits become a distribution, the same for all.
+        batch_size: Images decoded together; latency is then a batch's time divided by its size.
+        check: Load and check everything, decode nothing.
+        compile: torch.compile the target.
+        device: cpu, cuda, mps or auto.
+        dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
+        seed: Image i is a function of (caption, seed, i).
+    """
+    for name, value in (("limit", limit), ("repeats", repeats), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but must be >= 1")
+    names = ["ar", *(slug(method.name) for method in methods)]
+    if doubled := {name for name in names if names.count(name) > 1 or not name}:
+        raise ValueError(f"method names must differ, also from 'ar' and from nothing: {', '.join(sorted(doubled))!r}")
+    captions = find_captions(prompts, split, limit)
+    model = load_image_target(target, device, dtype, compile)
+    model.encode(captions, sampling.branches == 2)
+    contenders = list(load(model, methods, head, len(captions), sampling))
+    print(f"{len(captions)} prompts, {repeats} repeats, methods: {', '.join(c.name for c in contenders)}")
+    if check:
+        return None
+    (out / "images").mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    measure(model, contenders, captions, sampling, seed, repeats, batch_size, out)
+    plain = contenders[0].images
+    found = {
+        "schema": 1,
+        "environment": results.environment(model.device, model.dtype),
+        "target": model.fingerprint,
+        "draft": checkpoint_name(head) if any(method.head is None for method in methods) else None,
+        "prompts": len(captions),
+        "captions": captions,
+        "repeats": repeats,
+        "batch_size": batch_size,
+        "compiled": compile,
+        "seed": seed,
+        "minutes": (time.perf_counter() - began) / 60,
+        "rows": [results.row(c.name, c.about, c.depth, c.images, plain) for c in contenders],
+    }
+    write_json(out / "results.json", found)
+    report.write(out, found)
+    results.show(found)
+    print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
+    return found
+
+
+def find_captions(prompts: list[str] | Path | None, split: str, limit: int) -> list[str]:
+    """The prompts: a list, a file, or the held-out captions of the embedded emojis (which the repository holds)."""
+    if isinstance(prompts, Path):
+        return read_prompts(prompts)
+    if prompts is not None:
+        if not prompts:
+            raise ValueError("prompts is an empty list; give captions, or leave it out for the emojis' held-out ones")
+        return prompts
+    emoji = importlib.import_module("data.emoji.dataset")  # by name: coolsd does not depend on data
+    return [item.caption for item in emoji.EmojiImages(split, jitter=False, limit=limit).items]
+
+
+def load(model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling) -> Iterator[Contender]:
+    """Plain decoding, then the methods; each head is loaded once."""
+    yield Contender("ar", None, None, {"rule": None, "drafter": None, "sampling": asdict(sampling)}, prompts, [])
+    heads = {folder: load_head(folder, model) for folder in {method.head or head for method in methods}}
+    for method in methods:
+        if method.first is not None and not 1 <= method.first <= prompts:
+            raise ValueError(f"method {method.name}: first is {method.first}, but must be 1 to {prompts}, the prompts")
+        folder = method.head or head
+        rule = make_rule(method.rule, method.delta, method.nu, method.floor)
+        drafter = make_drafter(method.drafter, heads[folder], method.length)
+        about = {
+            "rule": describe_rule(rule, drafter.depth),
+            "drafter": describe_drafter(drafter, checkpoint_name(folder)),
+            "sampling": asdict(sampling),
+        }
+        yield Contender(method.name, drafter, rule, about, method.first or prompts, [])
+
+
+def measure(
+    model: Any, contenders: Sequence[Contender], captions: Sequence[str], sampling: Sampling, seed: int, repeats: int,
+    batch_size: int, out: Path,
+) -> None:  # fmt: skip
+    """Fill each contender's images. Every batch of prompts is decoded by all of them, one after another, in an order
+    that turns from batch to batch, so that drift of the machine hits all alike; the first batch is decoded once more
+    beforehand, unmeasured, to warm up."""
+    starts = [(repeat, first) for repeat in range(repeats) for first in range(0, len(captions), batch_size)]
+    with progress_bar("evaluate", (len(starts) + 1) * len(contenders), "images measured") as bar:
+        for turn, (repeat, first) in enumerate([(0, 0), *starts]):
+            for contender in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]:
+                batch = range(first, min(first + batch_size, contender.prompts))
+                records = decode(model, contender, captions, batch, sampling, seed, repeat, out) if batch else []
+                contender.images.extend(records if turn else [])
+                bar.update(bar.task_ids[0], advance=1, rate=str(sum(len(c.images) for c in contenders)))
+
+
+def decode(
+    model: Any, contender: Contender, captions: Sequence[str], batch: range, sampling: Sampling, seed: int, repeat: int,
+    out: Path,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Decode prompts `batch` together: one record per image; the pictures of repeat 0 go to out/images."""
+    rows = [repeat * len(captions) + prompt for prompt in batch]
+    words = [captions[prompt] for prompt in batch]
+    began = time.perf_counter()
+    result = generate(model, words, contender.drafter, contender.rule, sampling, seed, rows)
+    latency = (time.perf_counter() - began) / len(batch)
+    assert result.images is not None
+    records = []
+    for index, prompt in enumerate(batch):
+        numbers: dict[str, Any] = {"prompt": prompt, "repeat": repeat, "row": rows[index], "latency_s": latency}
+        numbers |= results.record(result, index)
+        numbers["seconds"] = {part: value / len(batch) for part, value in result.seconds.items()}
+        if repeat == 0:
+            numbers["file"] = f"images/{prompt:04d}-{slug(words[index])}--{slug(contender.name)}.png"
+            job = Job(words[index], rows[index], out / numbers["file"])
+            write_png(result.images[index], job, {"seed": seed, **contender.about})
+        records.append(numbers)
+    return records
+
+
+def main(args: list[str]) -> None:
+    parser = argument_parser("evaluate", "Prompts -> images of several methods -> results.json, table.md, report.html.")
+    flags = {"check": "load and check everything, decode nothing", "compile": "torch.compile the target"}
+    for name, purpose in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=purpose)
+    parser.add_function_arguments(evaluate, skip={*flags})
+    options = parser.instantiate(parser.parse_args(args)).as_dict()
+    options.pop("config")
+    evaluate(**options)

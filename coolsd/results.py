@@ -1,0 +1,175 @@
+"""The numbers of a run: one image's record, a method's row of results.json, the table, and the machine it was made on.
+
+Knows statistics and strict JSON; knows no model and no loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import coolsd
+from coolsd.interfaces import DecodeResult
+
+MEASURED = ("accepted_length", "target_calls", "latency_s", "bias_per_token", "kl_per_token", "nll_per_token")
+UNLISTED = ("seconds", "emitted")  # of a record, in per_image: too long to list
+HEADER = ("method", "accepted length", "target calls", "latency s", "speed-up", "speed-up / length", "bias / token",
+          "KL / token", "NLL / token")  # fmt: skip
+
+
+def record(result: DecodeResult, index: int) -> dict[str, Any]:
+    """One image's numbers for strict JSON: an infinite KL is null, and said to be infinite."""
+
+    def number(values: torch.Tensor | None) -> float | None:
+        return None if values is None or not bool(values[index].isfinite()) else float(values[index])
+
+    kl = result.kl_per_token
+    return {
+        "accepted_length": number(result.accepted_length),
+        "target_calls": int(result.target_calls[index]),
+        "emitted": result.emitted[index][: int(result.target_calls[index])].tolist(),
+        "bias_per_token": number(result.bias_per_token),
+        "kl_per_token": number(kl),
+        "kl_infinite": None if kl is None else bool(kl[index].isinf()),
+        "nll_per_token": number(result.nll_per_token),
+    }
+
+
+def row(
+    name: str, about: dict[str, Any], depth: int, images: list[dict[str, Any]], plain: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A row of results.json from its images' records and those of plain decoding; carries them as `per_image`."""
+    images = sorted(images, key=lambda image: image["row"])
+    listed = [key for key in images[0] if key not in UNLISTED]
+    per_image: dict[str, list[Any]] = {key: [image.get(key) for image in images] for key in listed}
+    parts = list(images[0]["seconds"])
+    of_plain = {image["row"]: image["latency_s"] for image in plain}
+    speedup, interval = ratio([of_plain[row] for row in per_image["row"]], per_image["latency_s"])
+    infinite = per_image["kl_infinite"]
+    summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in MEASURED}
+    assert summaries["accepted_length"] is not None
+    return {
+        "name": name,
+        **about,
+        "images": len(images),
+        **summaries,
+        "kl_infinite_fraction": None if None in infinite else sum(infinite) / len(infinite),
+        "speedup": speedup,
+        "speedup_ci95": interval,
+        "speedup_over_accepted_length": speedup / summaries["accepted_length"]["mean"],
+        "seconds": {part: statistics.fmean(image["seconds"][part] for image in images) for part in parts},
+        "acceptance_per_position": acceptance_per_position([image["emitted"] for image in images], depth),
+        "fid": None,
+        "clip_score": None,
+        "image_reward": None,
+        "per_image": per_image,
+    }
+
+
+def acceptance_per_position(emitted: Sequence[Sequence[int]], depth: int) -> list[float | None]:
+    """Share of the tests executed at each depth that passed. The last call of an image is cut at its end: left out."""
+    calls = [count for image in emitted for count in image[:-1]]
+    executed = [sum(count >= position for count in calls) for position in range(1, depth + 2)]
+    return [after / before if before else None for before, after in itertools.pairwise(executed)]
+
+
+def summary(values: Sequence[float]) -> dict[str, Any] | None:
+    """{"mean", "std", "ci95": [low, high] of the mean by Student's t}; of one value only the mean, of none None."""
+    count = len(values)
+    if count < 2:
+        return {"mean": float(values[0]), "std": None, "ci95": None} if count else None
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    z, df = 1.959964, count - 1  # Student's 97.5% quantile from the normal one (Fisher and Cornish; 0.3% off at df 7)
+    quantile = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    half = quantile * std / math.sqrt(count)
+    return {"mean": mean, "std": std, "ci95": [mean - half, mean + half]}
+
+
+def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float]]:
+    """Ratio of mean latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs of a prompt."""
+    pairs = np.array([plain, own])
+    chosen = np.random.default_rng(0).integers(0, pairs.shape[1], (2000, pairs.shape[1]))
+    above, below = pairs[:, chosen].mean(-1)
+    return float(pairs[0].mean() / pairs[1].mean()), np.percentile(above / below, [2.5, 97.5]).tolist()
+
+
+def cells(results: dict[str, Any]) -> list[list[str]]:
+    """The table's cells, as in HEADER; half-widths of 95% intervals of the mean behind the sign."""
+
+    def measured(summary: dict[str, Any] | None, digits: int) -> str:
+        if summary is None:
+            return "-"
+        half = f" ± {summary['ci95'][1] - summary['mean']:.{digits}f}" if summary["ci95"] else ""
+        return f"{summary['mean']:.{digits}f}{half}"
+
+    table = []
+    for row in results["rows"]:
+        infinite = row["kl_infinite_fraction"]
+        kl = measured(row["kl_per_token"], 4) + (f" ({infinite:.0%} infinite)" if infinite else "")
+        low, high = row["speedup_ci95"]
+        table.append([
+            row["name"], measured(row["accepted_length"], 2), measured(row["target_calls"], 1),
+            measured(row["latency_s"], 3), f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+            f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
+            measured(row["nll_per_token"], 3),
+        ])  # fmt: skip
+    return table
+
+
+def markdown(results: dict[str, Any]) -> str:
+    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in cells(results)]
+    lines = ["| " + " | ".join(row) + " |" for row in [list(HEADER), ["---"] * len(HEADER), *escaped]]
+    return "\n".join([*lines, "", setting(results), ""])
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the table."""
+    table = Table(*HEADER, caption=setting(results))
+    for row in cells(results):
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    Console().print(table)
+
+
+def setting(results: dict[str, Any]) -> str:
+    """What the numbers hold for, as one sentence."""
+    made, sampling = results["environment"], results["rows"][0]["sampling"]
+    machine = f"{made['cpu']}, {made['threads']} threads" if made["device"] == "cpu" else made["device"]
+    compiled = ", compiled" if results["compiled"] else ""
+    return (
+        f"{results['prompts']} prompts, {results['repeats']} image(s) each, batch {results['batch_size']}, "
+        f"{made['dtype']}{compiled}, guidance {sampling['guidance']:g}, temperature {sampling['temperature']:g}, "
+        f"top-k {sampling['top_k']}, top-p {sampling['top_p']:g}; {machine}; ± and brackets: 95% intervals"
+    )
+
+
+def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a reader needs to judge a time."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    versions = {"coolsd": coolsd.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "versions": versions,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "platform": platform.platform(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["coolsd", *sys.argv[1:]]),
+    }

@@ -1,0 +1,101 @@
+"""What several test files share, as fixtures: toy targets with heads, seeded numbers, and the chi-square of a law.
+
+Nothing here is imported by name: torch_fidelity installs a top-level package called `tests`.
+"""
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from scipy import stats
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from coolsd.heads.eagle import EagleConfig, EagleHead
+from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
+from coolsd.transformer import TransformerConfig
+
+WORDS = {"[unknown]": 0, "a": 1, "b": 2, "c": 3}
+
+
+@functools.lru_cache(maxsize=32)
+def _toy(codes=5, grid=(3, 3), size=32, layers=2, sketch=3, seed=0, sharpness=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    tokenizer = Tokenizer(WordLevel(WORDS, "[unknown]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    config = LlamaGenConfig(TransformerConfig(size, layers, 2, 48), codes, grid, 4, 16, len(WORDS), sketch)
+    target = LlamaGen(config, WordEncoder(tokenizer, len(WORDS), 16))
+    tokens = grid[0] * grid[1]
+    ends = target.ends()
+    draft = EagleConfig(TransformerConfig(size, 1, 2, 48), codes, 4, tokens)
+    head = EagleHead(draft, ends["embedding"], ends["lm_head"], ends["rope"])
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=sharpness / math.sqrt(parameter.shape[1]), generator=generator)
+        for name, parameter in head.named_parameters():
+            if parameter.ndim == 2 and name != "fc.weight":
+                parameter.normal_(std=0.6 / math.sqrt(parameter.shape[1]), generator=generator)
+            elif name == "fc.weight":
+                parameter[:, :size].normal_(std=0.4 / math.sqrt(size), generator=generator)
+    head.embedding, head.lm_head = target.embedding.weight.detach(), target.lm_head.weight.detach()
+    return target.eval().requires_grad_(False), head.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """toy(codes=5, grid=(3, 3), ...) -> (LlamaGen, EagleHead) with seeded random weights; captions are words a b c.
+
+    The head knows the target's hidden state and output matrix but not its layers: a mediocre draft, as wanted.
+    The pair is shared between tests: use `toy_copy` to change it.
+    """
+    return _toy
+
+
+@pytest.fixture(scope="session")
+def toy_copy():
+    return lambda **shape: copy.deepcopy(_toy(**shape))
+
+
+@pytest.fixture
+def rng():
+    """A fresh generator with a fixed seed: chance is an argument."""
+    return torch.Generator().manual_seed(20260112)
+
+
+@pytest.fixture(scope="session")
+def distributions():
+    """distributions(generator, *shape) -> random probabilities [*shape], last axis normalised, none near zero."""
+
+    def make(generator, *shape, sharpness=1.0):
+        return (torch.randn(*shape, generator=generator) * sharpness).softmax(-1)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def p_value():
+    """p_value(counts, law) of Pearson's chi-square; outcomes expected fewer than 5 times are pooled.
+
+    counts [K] observed, law [K] probabilities. A true law gives a p-value uniform in [0, 1]: with the fixed seeds here
+    a test asks for > 1e-3, and its negative control, a false law, must give < 1e-6.
+    """
+
+    def test(counts, law):
+        counts, law = counts.double().flatten(), law.double().flatten()
+        assert abs(float(law.sum()) - 1) < 1e-5
+        expected = law / law.sum() * counts.sum()
+        if bool((counts[expected == 0] > 0).any()):
+            return 0.0
+        rare = expected < 5
+        observed, wanted = counts[~rare], expected[~rare]
+        if float(expected[rare].sum()) > 0:
+            observed = torch.cat([observed, counts[rare].sum()[None]])
+            wanted = torch.cat([wanted, expected[rare].sum()[None]])
+        statistic = float(((observed - wanted) ** 2 / wanted).sum())
+        return float(stats.chi2.sf(statistic, len(observed) - 1))
+
+    return test

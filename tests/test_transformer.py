@@ -1,0 +1,160 @@
+"""The decoder against slow plain implementations of RMSNorm, RoPE, (grouped-query) attention and SwiGLU."""
+
+import math
+
+import pytest
+import torch
+
+from coolsd.transformer import Block, RMSNorm, Transformer, TransformerConfig, grid_rope, rotate
+from coolsd.tree import ancestors
+
+PLAIN = TransformerConfig(32, 2, 4, 40)
+GROUPED = TransformerConfig(32, 2, 4, 40, kv_heads=2)
+
+
+@pytest.fixture
+def random_transformer(rng):
+    def make(config, **options):
+        model = Transformer(config, **options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(mean=float(parameter.ndim == 1), std=0.25, generator=rng)
+        return model.double().eval().requires_grad_(False)  # rotate works in float32, hence the 1e-5 below
+
+    return make
+
+
+def slow_norm(x, weight, eps):
+    return torch.stack([row / math.sqrt(float((row * row).mean()) + eps) * weight for row in x])
+
+
+def slow_rotate(vector, angles):
+    out = vector.clone()
+    for i, (cosine, sine) in enumerate(angles.tolist()):
+        a, b = float(vector[2 * i]), float(vector[2 * i + 1])
+        out[2 * i], out[2 * i + 1] = a * cosine - b * sine, a * sine + b * cosine
+    return out
+
+
+def slow_block(block, x, rope, seen, input_norm=True):
+    """One row x [N, H], position by position and head by head; seen [N, N] bool."""
+    config = block.attention.config
+    size, groups = config.head_dim, config.heads // config.key_heads
+    normed = slow_norm(x, block.attention_norm.weight, config.norm_eps) if input_norm else x
+    q, k, v = (normed @ block.attention.qkv.weight.T).split(
+        [config.heads * size, config.key_heads * size, config.key_heads * size], dim=-1
+    )
+    mixed = torch.zeros_like(q)
+    for head in range(config.heads):
+        mine, shared = slice(head * size, (head + 1) * size), head // groups
+        theirs = slice(shared * size, (shared + 1) * size)
+        queries = torch.stack([slow_rotate(row, angles) for row, angles in zip(q[:, mine], rope, strict=True)])
+        keys = torch.stack([slow_rotate(row, angles) for row, angles in zip(k[:, theirs], rope, strict=True)])
+        for n in range(len(x)):
+            visible = seen[n].nonzero().flatten()
+            weights = torch.softmax(keys[visible] @ queries[n] / math.sqrt(size), 0)
+            mixed[n, mine] = weights @ v[visible][:, theirs]
+    x = x + mixed @ block.attention.output.weight.T
+    normed = slow_norm(x, block.feed_forward_norm.weight, config.norm_eps)
+    gate, up = (normed @ block.feed_forward.gate_up.weight.T).chunk(2, -1)
+    return x + (gate * torch.sigmoid(gate) * up) @ block.feed_forward.down.weight.T
+
+
+@pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["all heads", "grouped queries"])
+@pytest.mark.parametrize("input_norm", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_block_equals_the_plain_one(rng, random_transformer, config, input_norm, masked):
+    block = random_transformer(config, first_input_norm=input_norm).layers[0]
+    assert isinstance(block, Block)
+    x = torch.randn(2, 7, 32, generator=rng).double()
+    rope = grid_rope(3, 2, 2, config.head_dim)
+    seen = torch.ones(7, 7, dtype=torch.bool).tril()
+    if masked:
+        seen &= (torch.rand(7, 7, generator=rng) < 0.6) | torch.eye(7, dtype=torch.bool)
+    fast = block(x, rope[None], seen.expand(2, 1, -1, -1) if masked else None)
+    slow = torch.stack([slow_block(block, row, rope, seen, input_norm) for row in x])
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-5)
+
+
+def test_norm_is_computed_in_float32(rng):
+    norm = RMSNorm(16, 1e-5)
+    x = torch.randn(5, 16, generator=rng) * 1e3
+    torch.testing.assert_close(norm(x), slow_norm(x, norm.weight, 1e-5), rtol=1e-6, atol=1e-6)
+    half = norm.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), norm.float()(x.bfloat16().float()), rtol=2**-8, atol=0)  # one rounding
+
+
+def test_grid_rope_follows_its_formula():
+    prefix, height, width, size = 3, 2, 4, 12  # head_dim 12: six pairs, three by row and three by column
+    table = grid_rope(prefix, height, width, size, spare=2)
+    assert table.shape == (prefix + height * width + 2, 6, 2)
+    assert not table[:prefix].any() and not table[-2:].any()
+    for n in range(height * width):
+        row, column = divmod(n, width)
+        for pair in range(6):
+            angle = (row if pair < 3 else column) * 10000.0 ** (-2 * (pair % 3) / 6)
+            wanted = torch.tensor([math.cos(angle), math.sin(angle)])
+            torch.testing.assert_close(table[prefix + n, pair], wanted, rtol=0, atol=1e-6)
+
+
+def test_rotation_keeps_lengths_and_only_differences_of_position_matter(rng):
+    rope = grid_rope(0, 6, 6, 8)
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=rng).unbind(0)
+
+    def score(a, b):
+        one, other = rotate(q, rope[None, a : a + 1]), rotate(k, rope[None, b : b + 1])
+        torch.testing.assert_close(one.norm(), q.norm())
+        return float((one * other).sum())
+
+    base = score(0 * 6 + 1, 2 * 6 + 3)  # rows differ by 2, columns by 2
+    assert abs(score(3 * 6 + 2, 5 * 6 + 4) - base) < 1e-5
+    assert abs(score(3 * 6 + 2, 5 * 6 + 3) - base) > 1e-3
+    assert not rotate(q, torch.zeros(1, 1, 4, 2)).any()  # a zero row of the table: text
+
+
+def test_rotation_is_done_in_float32(rng):
+    x, rope = torch.randn(2, 36, 3, 8, generator=rng), grid_rope(0, 6, 6, 8)
+    half = rotate(x.bfloat16(), rope[None])
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, rotate(x.bfloat16().float(), rope[None]).bfloat16())
+
+
+@pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["all heads", "grouped queries"])
+def test_cached_equals_uncached(rng, random_transformer, config):
+    model = random_transformer(config).float()
+    x = torch.randn(2, 9, 32, generator=rng)
+    rope = grid_rope(0, 3, 3, config.head_dim)[None]
+    whole = model(x, rope)
+    cache, parts, start = model.new_cache(2, 12), [], 0
+    for count in (4, 1, 3, 1):
+        flat, mask = cache.place(count)
+        parts.append(model(x[:, start : start + count], rope[:, start : start + count], mask, cache, flat))
+        start += count
+        cache.keep(None, torch.tensor([count, count]), start)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=2e-5)
+
+
+def test_tree_output_equals_each_path_alone(rng, random_transformer):
+    model = random_transformer(PLAIN).float()
+    parent = (-1, 0, 0, 1, 1, 2)
+    depth = torch.tensor([0, 1, 1, 2, 2, 2])
+    prefix, nodes = torch.randn(1, 3, 32, generator=rng), torch.randn(1, 6, 32, generator=rng)
+    rope = grid_rope(0, 3, 3, 8)
+    cache = model.new_cache(1, 12)
+    flat, mask = cache.place(3)
+    model(prefix, rope[None, :3], mask, cache, flat)
+    cache.keep(None, torch.tensor([3]), 3)
+    flat, mask = cache.place(6, ancestors(parent, torch.device("cpu")))
+    tree = model(nodes, rope[None, 3 + depth], mask, cache, flat)
+    for node in range(6):
+        path = ancestors(parent, torch.device("cpu"))[node].nonzero().flatten()
+        alone = model(torch.cat([prefix, nodes[:, path]], 1), rope[None, : 3 + len(path)])
+        torch.testing.assert_close(tree[0, node], alone[0, -1], rtol=0, atol=2e-5)
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ValueError, match="hidden_size 30 is not a multiple of heads 4"):
+        TransformerConfig(30, 1, 4, 8)
+    with pytest.raises(ValueError, match="heads 4 is not a multiple of kv_heads 3"):
+        TransformerConfig(32, 1, 4, 8, kv_heads=3)

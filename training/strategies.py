@@ -1,0 +1,58 @@
+"""DeepSpeed on CPU, for tests and small machines.  On GPU, Lightning's own `deepspeed_stage_2` and the like do.
+
+Knows Lightning's strategy and what of it insists on CUDA; knows no model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+
+class DeepSpeedCPUStrategy(DeepSpeedStrategy):
+    """ZeRO on CPU processes, over gloo: `trainer.accelerator: cpu`, `trainer.devices`: number of processes.
+
+    DeepSpeed builds one small operator on first use, with the C++ compiler and ninja (pip install coolsd[test]).
+
+    Args:
+        stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+        bucket_size: Elements reduced at once; small models need little.
+        config: A DeepSpeed config (dict or JSON file) that replaces all of the above.
+    """
+
+    def __init__(
+        self, stage: int = 2, bucket_size: int = 5_000_000, config: dict[str, Any] | str | None = None
+    ) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
+        if shutil.which("ninja") is None:  # an environment that is called by path, not activated
+            os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        super().__init__(
+            accelerator=None,
+            stage=stage,
+            zero_optimization=True,
+            reduce_bucket_size=bucket_size,
+            allgather_bucket_size=bucket_size,
+            overlap_comm=False,
+            config=config,
+            process_group_backend="gloo",
+            logging_level=30,
+        )
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)  # DeepSpeed asks for an index
+
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()  # leaves out the check for CUDA, and nothing else
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
