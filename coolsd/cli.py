@@ -143,13 +143,13 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 
 def explain(message: str, known: Iterable[str]) -> str:
     """jsonargparse's message as one line: the essence of its lists, and the nearest known key where one is misspelt."""
-    if "did you mean" in message or "see --help" in message:  # a subcommand's parser has explained it already
-        return message
     message = " ".join(message.split()).replace("<class '", "").replace("'>", "")
     message = re.sub(r"^Parser key \"([\w.]+)\":", r"\1:", message)
     in_class = re.search(r"given class_path '([\w.]+)': (.*?)(?: - Expected a NoneType.*)?$", message)
     if in_class:
         message = f"{in_class[1]}: " + re.sub(r"Parser key \"([\w.]+)\":", r"\1:", in_class[2])
+    if "did you mean" in message or "see --help" in message:  # an inner parser has explained it already
+        return message
     unknown = re.search(
         r"nrecognized arguments?: *-*([\w.]+)|does not accept (?:\w+ )+'([\w.]+)'|Option '([\w.]+)' is not accepted",
         message,

@@ -5,6 +5,7 @@ Image number `row` is a function of (caption, seed, row) alone, so batches can b
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -45,8 +46,8 @@ class Job:
 
 
 def generate_images(
-    captions: Sequence[str],
     out: Path,
+    captions: Sequence[str] = (),
     prompts: Path | None = None,
     target: str = "emoji/target",
     head: str = "emoji/draft",
@@ -69,8 +70,8 @@ def generate_images(
     """Draw an image per caption.
 
     Args:
-        captions: The captions.
         out: Folder for the PNG files and stats.json; an image already there, made with the same settings, is kept.
+        captions: The captions.
         prompts: File of further captions, one a line.
         target: Checkpoint folder of the target, or its name under checkpoints/.
         head: The same of the draft head.
@@ -93,6 +94,8 @@ def generate_images(
     captions = [*captions, *(read_prompts(prompts) if prompts else [])]
     if not captions:
         raise ValueError('no captions; give some, as in coolsd generate "red apple" --out DIR, or --prompts FILE')
+    if empty := [row for row, caption in enumerate(captions) if not caption.strip()]:
+        raise ValueError(f"caption {empty[0]} is empty; a caption needs words")
     for name, value in (("images_per_prompt", images_per_prompt), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}, but must be >= 1")
@@ -258,7 +261,7 @@ def progress_bar(what: str, total: int, unit: str) -> Progress:
 
 def main(args: list[str]) -> None:
     parser = argument_parser("generate", "Captions in, PNG files and stats.json out.")
-    parser.add_argument("captions", type=str, nargs="*", default=[], help="captions, each one image")
+    parser.add_argument("captions", type=str, nargs="*", default=argparse.SUPPRESS, help="captions, each one image")
     flags = {"plain": "decode without a draft", "overwrite": "replace images of other settings",
              "compile": "torch.compile the target"}  # fmt: skip
     for name, purpose in flags.items():

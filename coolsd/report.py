@@ -51,17 +51,18 @@ def html(folder: Path, results: dict[str, Any]) -> str:
         for row in rows
         if row["acceptance_per_position"]
     ]
+    pictures = grid(folder, results)
     return PAGE.format(
         style=STYLE,
         headline=escape(
             f"{best['name']}: {best['speedup']:.2f} times as fast as plain decoding, "
             f"{best['accepted_length']['mean']:.2f} tokens per target call"
         ),
-        setting=escape(setting(results)),
+        setting=escape(setting(results) + "; ± and brackets: 95% intervals"),
         table=table_html(HEADER, cells(results)),
         chart=f'<img class="chart" alt="bar charts of the table" src="{png_uri(chart(results))}">',
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
-        grid=grid(folder, results),
+        grid=pictures,
         shown=f"Same caption and seed in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
         "methods draw other samples of the target's own distribution; relaxed ones deviate from it by the bias above.",
         about="".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in about.items()),
@@ -133,7 +134,7 @@ def chart(results: dict[str, Any]) -> bytes:
                 left = [a + b for a, b in zip(left, width, strict=True)]
             axis.bar_label(axis.containers[-1], [f" {row['speedup']:.2f}x" for row in rows], fontsize=8)
             axis.set_title("seconds per image, and speed-up", fontsize=10)
-            axis.legend(fontsize=7, frameon=False, loc="lower right")
+            axis.legend(fontsize=7, frameon=False, loc="best")
             axis.margins(x=0.12)
             continue
         key, title = panel

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.box
+import rich.markup
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +31,7 @@ MEASURED = ("accepted_length", "target_calls", "latency_s", "bias_per_token", "k
 UNLISTED = ("seconds", "emitted")  # of a record, in per_image: too long to list
 HEADER = ("method", "accepted length", "target calls", "latency s", "speed-up", "speed-up / length", "bias / token",
           "KL / token", "NLL / token")  # fmt: skip
+SHOWN = (0, 1, 3, 4, 5, 6, 8)  # columns of the printed table
 
 
 def record(result: DecodeResult, index: int) -> dict[str, Any]:
@@ -107,23 +110,23 @@ def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[flo
     return float(pairs[0].mean() / pairs[1].mean()), np.percentile(above / below, [2.5, 97.5]).tolist()
 
 
-def cells(results: dict[str, Any]) -> list[list[str]]:
-    """The table's cells, as in HEADER; half-widths of 95% intervals of the mean behind the sign."""
+def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
+    """The table's cells, as in HEADER; behind the sign half-widths of 95% intervals of the mean."""
 
     def measured(summary: dict[str, Any] | None, digits: int) -> str:
         if summary is None:
             return "-"
-        half = f" ± {summary['ci95'][1] - summary['mean']:.{digits}f}" if summary["ci95"] else ""
+        half = f" ± {summary['ci95'][1] - summary['mean']:.{digits}f}" if summary["ci95"] and intervals else ""
         return f"{summary['mean']:.{digits}f}{half}"
 
     table = []
     for row in results["rows"]:
         infinite = row["kl_infinite_fraction"]
         kl = measured(row["kl_per_token"], 4) + (f" ({infinite:.0%} infinite)" if infinite else "")
-        low, high = row["speedup_ci95"]
+        between = " ({:.2f}-{:.2f})".format(*row["speedup_ci95"]) if intervals else ""
         table.append([
             row["name"], measured(row["accepted_length"], 2), measured(row["target_calls"], 1),
-            measured(row["latency_s"], 3), f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+            measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",
             f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
             measured(row["nll_per_token"], 3),
         ])  # fmt: skip
@@ -133,15 +136,17 @@ def cells(results: dict[str, Any]) -> list[list[str]]:
 def markdown(results: dict[str, Any]) -> str:
     escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in cells(results)]
     lines = ["| " + " | ".join(row) + " |" for row in [list(HEADER), ["---"] * len(HEADER), *escaped]]
-    return "\n".join([*lines, "", setting(results), ""])
+    return "\n".join([*lines, "", f"{setting(results)}; ± and brackets: 95% intervals", ""])
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print the table."""
-    table = Table(*HEADER, caption=setting(results))
-    for row in cells(results):
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    """Print the means, as many of them as fit into 80 columns."""
+    rows = [[row[i] for i in SHOWN] for row in cells(results, intervals=False)]
+    table = Table(*(HEADER[i] for i in SHOWN), box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(rich.markup.escape, row))
     Console().print(table)
+    print(setting(results))
 
 
 def setting(results: dict[str, Any]) -> str:
@@ -152,7 +157,7 @@ def setting(results: dict[str, Any]) -> str:
     return (
         f"{results['prompts']} prompts, {results['repeats']} image(s) each, batch {results['batch_size']}, "
         f"{made['dtype']}{compiled}, guidance {sampling['guidance']:g}, temperature {sampling['temperature']:g}, "
-        f"top-k {sampling['top_k']}, top-p {sampling['top_p']:g}; {machine}; ± and brackets: 95% intervals"
+        f"top-k {sampling['top_k']}, top-p {sampling['top_p']:g}; {machine}"
     )
 
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -104,6 +104,7 @@ class FeatureCacheWriter:
     def __init__(self, folder: str | Path, settings: CacheSettings) -> None:
         """Raises ValueError where the folder was begun with other settings, or the disk is too small."""
         self.folder, self.settings = Path(folder), settings
+        self._lock: IO[str] | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         begun = self.folder / "settings.json"
         ours = json.loads(_json({"schema": SCHEMA, **asdict(settings)}))
@@ -126,19 +127,25 @@ class FeatureCacheWriter:
             )
 
     def lock(self) -> None:
-        """Refuse a second `extract` in this folder, until this process ends; one process of a run calls it."""
+        """Refuse a second `extract` in this folder until `release`; one process of a run calls it."""
         import fcntl  # not on Windows
 
-        self._lock = (self.folder / "extract.lock").open("a+")
+        file = (self.folder / "extract.lock").open("a+")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.seek(0)
-            holder = self._lock.read().strip()
-            raise ValueError(f"process {holder} is extracting to {self.folder}; wait for it") from None
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()}\n")
-        self._lock.flush()
+            file.seek(0)
+            raise ValueError(f"process {file.read().strip()} is extracting to {self.folder}; wait for it") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        self._lock = file
+
+    def release(self) -> None:
+        """Let go of `lock`; harmless without it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def is_finished(self, shard: int) -> bool:
         """Whether the shard is there whole: its hash file stands and matches its bytes."""

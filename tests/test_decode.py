@@ -1,6 +1,6 @@
-"""The loop: plain decoding equals the slow reference, drafting changes nothing but speed, relaxation costs what it says.
+"""The loop: plain decoding equals the slow reference, drafting changes speed alone, relaxation costs what it says.
 
-Laws of whole images are exact: a toy of 2 x 2 tokens over 3 codes has 81 images, and `forced` gives the probability of each.
+Laws of whole images are exact: a toy of 2 x 2 tokens over 3 codes has 81 images, and `forced` gives each probability.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def decode(target, captions, *arguments, **options):
     return generate(target, captions, *arguments, decode_images=False, **options)
 
 
-# ------------------------------------------------------------------------------------------------------ plain decoding
+# -------------------------------------------------------------------------------------- plain decoding
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -39,7 +39,8 @@ def test_plain_decoding_is_autoregressive(toy, sampling):
     result = decode(target, CAPTIONS, sampling=sampling, seed=5)
     assert torch.equal(result.tokens, autoregressive(target, CAPTIONS, sampling, seed=5))
     assert torch.equal(result.accepted_length, torch.ones(5))
-    assert torch.equal(result.target_calls, torch.full((5,), 39)) and torch.equal(result.emitted, torch.ones(5, 39).long())
+    assert torch.equal(result.target_calls, torch.full((5,), 39))
+    assert torch.equal(result.emitted, torch.ones(5, 39).long())
     assert not result.bias_per_token.any() and not result.kl_per_token.any()
 
 
@@ -62,7 +63,7 @@ def test_guidance_is_two_separate_runs_combined(toy):
     assert not torch.equal(unguided.tokens, result.tokens)
 
 
-# ------------------------------------------------------------------------------------------- laws of drafting, row by row
+# ------------------------------------------------------------------------ laws of drafting, row by row
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
@@ -196,7 +197,7 @@ def test_misuse_is_refused_in_a_sentence(toy):
             decode(target, captions, *arguments, **options)
 
 
-# -------------------------------------------------------------------------------------------- laws of whole toy images
+# ---------------------------------------------------------------------------- laws of whole toy images
 
 
 def law_of_images(target, caption, sampling):
@@ -238,23 +239,25 @@ class Liar:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(guidance=2.0, temperature=1.2)], ids=str)
-def test_vanilla_is_lossless(toy, p_value, sampling):
+@pytest.mark.parametrize(
+    ("sampling", "images"), [(Sampling(), 100_000), (Sampling(guidance=2.0, temperature=1.2), 30_000)], ids=str
+)
+def test_vanilla_is_lossless(toy, p_value, sampling, images):
     target, head = toy(**TINY)
     law = law_of_images(target, "b a", sampling)
     assert abs(float(law.sum()) - 1) < 1e-5 and float(law.max()) < 0.5
-    counts, results = sample_images(target, "b a", 100_000, Chain(head, 2), Vanilla(), sampling)
+    counts, results = sample_images(target, "b a", images, Chain(head, 2), Vanilla(), sampling)
     assert p_value(counts, law) > 1e-3
     assert 1.3 < float(torch.cat([r.accepted_length for r in results]).mean()) < 2.9  # accepts and rejects
     assert not any(r.bias_per_token.any() or r.kl_per_token.any() for r in results)
-    counts, _ = sample_images(target, "b a", 100_000, Liar(Chain(head, 2)), Vanilla(), sampling)
+    counts, _ = sample_images(target, "b a", 20_000, Liar(Chain(head, 2)), Vanilla(), sampling)
     assert p_value(counts, law) < 1e-6  # negative control: a wrong q
 
 
 @pytest.mark.slow
 def test_plain_decoding_follows_the_exact_law(toy, p_value):
     target, _ = toy(**TINY)
-    counts, _ = sample_images(target, "b a", 50_000, None, None, Sampling(guidance=2.0))
+    counts, _ = sample_images(target, "b a", 30_000, None, None, Sampling(guidance=2.0))
     assert p_value(counts, law_of_images(target, "b a", Sampling(guidance=2.0))) > 1e-3
     assert p_value(counts, law_of_images(target, "b a", Sampling(guidance=1.8))) < 1e-6  # negative control
 
@@ -263,7 +266,7 @@ def test_plain_decoding_follows_the_exact_law(toy, p_value):
 @pytest.mark.parametrize("rule", [Uniform(1.6), CoolSD(1.3), CoolSD(1.3, floor=1.0)], ids=str)
 def test_bias_bounds_the_distance_of_whole_images(toy, rule):
     target, head = toy(**TINY)
-    images, sampling = 50_000, Sampling()
+    images, sampling = 20_000, Sampling()
     law = law_of_images(target, "b a", sampling)
     counts, results = sample_images(target, "b a", images, Chain(head, 3), rule, sampling)
     share = counts.double() / images
@@ -282,26 +285,26 @@ def test_bias_bounds_the_distance_of_whole_images(toy, rule):
         assert relaxed > vanilla.accepted_length.mean()
 
 
-# -------------------------------------------------------------------------------------------------- compile and bfloat16
+# -------------------------------------------------------------------------------- compile and bfloat16
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
 def test_compiled_decodes_the_same_tokens(toy_copy):
-    target, head = toy_copy(grid=(4, 4))
+    target, head = toy_copy(layers=1)  # small: each shape of input is a graph, and a graph costs seconds
     sampling = Sampling(guidance=2.0)
     runs = [(None, None), (Chain(head, 3), Vanilla()), (Chain(head, 3), CoolSD(1.5))]
-    eager = [decode(target, CAPTIONS, *run, sampling).tokens for run in runs]
-    target.transformer = torch.compile(target.transformer, dynamic=False)
-    head.transformer = torch.compile(head.transformer, dynamic=False)
-    for run, tokens in zip(runs, eager, strict=True):
-        assert torch.equal(decode(target, CAPTIONS, *run, sampling).tokens, tokens)
+    eager = [decode(target, CAPTIONS, *run, sampling) for run in runs]
+    target.transformer = torch.compile(target.transformer, dynamic=False)  # what load_target(compile=True) does
+    for run, before in zip(runs, eager, strict=True):
+        after = decode(target, CAPTIONS, *run, sampling)
+        assert torch.equal(after.tokens, before.tokens) and torch.equal(after.emitted, before.emitted)
 
 
 def test_bfloat16_decodes_and_stays_near(toy_copy):
     # the law is the same up to rounding of the logits; tokens may differ once a draw falls on a boundary
     target, head = toy_copy(grid=(4, 4), sharpness=1.5)
-    sampling, captions = Sampling(guidance=1.5), CAPTIONS * 20
+    sampling, captions = Sampling(guidance=1.5), CAPTIONS * 4
     for arguments in ((), (Chain(head, 3), Vanilla()), (Chain(head, 3), CoolSD(1.5))):
         single = decode(target.float(), captions, *arguments, sampling=sampling).tokens
         head.bfloat16()

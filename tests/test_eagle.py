@@ -233,7 +233,8 @@ def test_a_saved_head_loads_for_its_target_and_for_no_other(toy_copy, tmp_path, 
     other, _ = toy_copy(seed=1)
     other.save(tmp_path / "other")
     other = coolsd.load_target(tmp_path / "other", device="cpu", dtype="float32")
-    with pytest.raises(ValueError, match=rf"was trained on {target.fingerprint}, but the target is {other.fingerprint}"):
+    refusal = f"was trained on {target.fingerprint}, but the target is {other.fingerprint}"
+    with pytest.raises(ValueError, match=refusal):
         coolsd.load_head(tmp_path / "head", other)
 
 

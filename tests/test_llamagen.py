@@ -1,4 +1,4 @@
-"""The LlamaGen target against the official code's numbers, and its cached, tree and teacher-forced passes against each other."""
+"""The LlamaGen target against the official code, and its cached, tree and teacher-forced passes against each other."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Laws of chance: probabilities as LlamaGen makes them, draws that follow them, uniforms that depend on nothing else."""
+"""Laws of chance: probabilities as LlamaGen makes them, draws that follow them, uniforms that depend on no batch."""
 
 import math
 from pathlib import Path

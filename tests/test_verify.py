@@ -71,7 +71,7 @@ def slow_law(target, draft, w):
 
 
 def slow_verify(tokens, target_probs, draft_probs, w, uniforms):
-    """One row of a chain, token by token: the obvious loop. Returns the emitted tokens and the bias of executed tests."""
+    """One row of a chain, token by token: the obvious loop. Returns emitted tokens and the bias of executed tests."""
     emitted, bias = [], []
     for i, token in enumerate(tokens):
         p, q = target_probs[i], draft_probs[i]
@@ -229,7 +229,7 @@ def test_residual_is_the_vanilla_one_wherever_nothing_is_tightened(rng, distribu
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_verify_equals_the_slow_loop_row_by_row(rule, tables, rng):
-    target, draft, rows = tables(4, 4), tables(4, 3), 800
+    target, draft, rows = tables(4, 4), tables(4, 3), 500
     drafted = sample_chain(draft, torch.rand(rows, 3, generator=rng))
     tree, p = chain_rows(target, draft, drafted)
     uniforms = torch.rand(rows, 4, generator=rng)
@@ -367,7 +367,7 @@ def tree_rows(target, draft, parent, numbers, rows, chosen=False):
 
 @pytest.mark.parametrize("kind", ["sampled", "chosen", "absent"])
 def test_vanilla_tree_is_lossless(kind, tables, rng, p_value):
-    codes, rows = 4, 200_000
+    codes, rows = 4, 100_000
     target, draft = tables(codes, 3), tables(codes, 2)
     numbers = torch.rand(rows, 17, generator=rng)
     tree, p = tree_rows(target, draft, FORK, numbers, rows, chosen=kind == "chosen")
@@ -390,7 +390,7 @@ def test_vanilla_tree_is_lossless(kind, tables, rng, p_value):
 
 def test_one_hot_tests_are_lossless_however_the_drafts_were_made(tables, rng, p_value):
     # chosen=True needs no draft distribution: a token proposed in any way (here sampled) is accepted with p(x)
-    codes, rows = 4, 200_000
+    codes, rows = 4, 100_000
     target, draft = tables(codes, 3), tables(codes, 2)
     numbers = torch.rand(rows, 17, generator=rng)
     tree, p = tree_rows(target, draft, FORK, numbers, rows)
@@ -401,7 +401,7 @@ def test_one_hot_tests_are_lossless_however_the_drafts_were_made(tables, rng, p_
 
 @pytest.mark.parametrize("kind", ["wrong draft", "chosen taken for sampled"])
 def test_vanilla_tree_is_not_lossless_when_the_draft_is_misreported(kind, tables, rng, p_value):
-    codes, rows = 4, 200_000  # negative controls
+    codes, rows = 4, 100_000  # negative controls
     target, draft = tables(codes, 3), tables(codes, 2)
     numbers = torch.rand(rows, 17, generator=rng)
     tree, p = tree_rows(target, draft, FORK, numbers, rows, chosen=kind.startswith("chosen"))
@@ -414,7 +414,7 @@ def test_vanilla_tree_is_not_lossless_when_the_draft_is_misreported(kind, tables
 @pytest.mark.parametrize("rule", [Uniform(1.5), CoolSD(2.0), CoolSD(1.1, floor=1.0)], ids=str)
 @pytest.mark.parametrize("chosen", [False, True])
 def test_bias_of_a_tree_bounds_its_distance(rule, chosen, tables, rng):
-    codes, rows = 3, 200_000
+    codes, rows = 3, 100_000
     target, draft = tables(codes, 3), tables(codes, 2)
     numbers = torch.rand(rows, 17, generator=rng)
     tree, p = tree_rows(target, draft, FORK, numbers, rows, chosen=chosen)
@@ -429,7 +429,7 @@ def test_bias_of_a_tree_bounds_its_distance(rule, chosen, tables, rng):
 
 
 def test_tree_walk_visits_siblings_in_order_without_replacement(tables, rng):
-    codes, rows = 4, 4000
+    codes, rows = 4, 1500
     target, draft = tables(codes, 3), tables(codes, 2)
     numbers = torch.rand(rows, 14, generator=rng)
     tree, p = tree_rows(target, draft, FORK, numbers, rows)

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from coolsd.checkpoint import save_checkpoint
@@ -22,7 +22,10 @@ from coolsd.cli import argument_parser, explain, option_names
 
 
 class Parser(LightningArgumentParser):
-    """A mistake becomes one sentence that names the nearest key."""
+    """Full option names only; a mistake becomes one sentence that names the nearest key."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         raise argparse.ArgumentError(None, explain(message, option_names(self))) from ex
@@ -71,10 +74,16 @@ class CLI(LightningCLI):
             raise
 
     def before_fit(self) -> None:
+        if self.datamodule is None:
+            raise ValueError("no data: add --data CLASS, or a recipe with a data section")
         wanted = self.config.fit.ckpt_path
         if wanted == "last":
-            savers = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-            if not any(saver._find_last_checkpoint(self.trainer) for saver in savers):
+            logger = self.trainer.logger
+            run = Path(getattr(logger, "log_dir", None) or self.trainer.default_root_dir)
+            folders = [
+                getattr(saver, "dirpath", None) or run / "checkpoints" for saver in self.trainer.checkpoint_callbacks
+            ]
+            if not any(path for folder in folders for path in Path(folder).glob("last*.ckpt")):
                 raise ValueError(
                     "--ckpt_path last, but this run has no last.ckpt yet; leave the option out to begin it"
                 )

@@ -7,7 +7,8 @@ Knows a target, a dataset and the cache's writer; knows no draft head.  Which pr
     batches    b b b    b b b    b b b    b -       "-" = a repeated batch whose output is discarded, so that all
                                                     processes run equally many passes (ZeRO-3 gathers in each)
 
-So shards are equal however many processes write them, and a run resumes with another number.
+So shards are equal however many processes write them (another batch_size may round otherwise), and a run resumes with
+another number.
 """
 
 from __future__ import annotations
@@ -115,6 +116,11 @@ class CaptionedImages(L.LightningDataModule):
         order = EpochSampler(len(passes), 0, 0, 1, shuffle=False)  # the passes are this process's own already
         return DataLoader(batches, batch_size=None, sampler=order, num_workers=self.workers)
 
+    def transfer_batch_to_device(
+        self, batch: CaptionedBatch, device: torch.device, dataloader_idx: int
+    ) -> CaptionedBatch:
+        return batch  # the target's own methods move what they need
+
 
 class _Batches(Dataset):
     def __init__(self, dataset: Dataset, chosen: Sequence[int], passes: Sequence[Pass], images: bool) -> None:
@@ -212,14 +218,15 @@ class Extraction(L.LightningModule):
         rank_zero_info(f"{self.settings.shards - len(missing)} of {self.settings.shards} shards are finished already")
         return missing
 
-    def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> None:
+    def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> int:
+        """Returns how many samples it kept; their states went to the cache."""
         prompt = self.target.encode(batch.captions, self.guidance)
         tokens = self._tokens(batch)
         output = self.target.forced(prompt, tokens)
         if not self.checked:
             self._check_states(output)
         if batch.of.shard is None:
-            return
+            return 0
         caption = torch.full(prompt.mask.shape, -1, device=tokens.device)
         ids = torch.cat([caption, tokens[:, None].expand(-1, prompt.branches, -1)], dim=-1)  # [B, G, P + T]
         held = torch.cat([prompt.mask, torch.ones_like(ids[..., prompt.mask.shape[-1] :], dtype=torch.bool)], dim=-1)
@@ -235,20 +242,19 @@ class Extraction(L.LightningModule):
         if batch.of.last:
             self.writer.write_shard(batch.of.shard, self.pending)
             self.pending = []
+        return len(batch.captions)
 
     def teardown(self, stage: str) -> None:
         """After all processes are done, the first writes the target's ends and the manifest."""
         self.trainer.strategy.barrier()
         if self.trainer.is_global_zero:
-            self.writer.write_ends(self.target.ends())
-            cache = self.writer.finish()
+            try:
+                self.writer.write_ends(self.target.ends())
+                cache = self.writer.finish()
+            finally:
+                self.writer.release()
             rank_zero_info(f"feature cache {self.folder}: {len(cache)} samples, {cache.bytes / 1e6:.1f} MB")
         self.trainer.strategy.barrier()
-
-    def transfer_batch_to_device(
-        self, batch: CaptionedBatch, device: torch.device, dataloader_idx: int
-    ) -> CaptionedBatch:
-        return batch  # the target's own methods move what they need
 
     def _tokens(self, batch: CaptionedBatch) -> Tensor:
         """Image tokens [B, T] of the batch."""

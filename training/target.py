@@ -6,6 +6,7 @@ Knows the target and its frozen image tokenizer; knows no draft and no acceptanc
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -100,7 +100,7 @@ class TargetTraining(L.LightningModule):
     """Next-token cross-entropy on image tokens, with 10% of the captions replaced by the null caption.
 
     tokenizer: folder of the frozen image tokenizer. start_from: folder of a trained target to continue from, or to grow
-    from if it has fewer layers. Learning rate: warm-up, flat, then cosine to 2% over trainer.max_steps.
+    from if it has fewer layers. Learning rate: warm-up, flat, then cosine to 2% at trainer.max_steps or max_minutes.
     """
 
     def __init__(
@@ -121,10 +121,12 @@ class TargetTraining(L.LightningModule):
         warmup_steps: int = 40,
         flat_fraction: float = 0.4,
         guidance: float = 1.5,
+        max_minutes: float = math.inf,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.hyper = self.hparams
+        self.seconds = 0.0  # training time, kept across a resume
         image_tokenizer = load_image_tokenizer(tokenizer)
         captions = sorted({item.caption for split in ("train", "combo", "novel") for item in items(split, core=True)})
         words = caption_tokenizer(captions)
@@ -154,21 +156,33 @@ class TargetTraining(L.LightningModule):
             self.target.caption_encoder.embedding.weight, std=1 / math.sqrt(self.hyper["caption_dim"])
         )
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in self.target.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if name.startswith("transformer.layers.") and p.ndim == 2]
         others = [p for name, p in named if not (name.startswith("transformer.layers.") and p.ndim == 2)]
-        optimizer = MuonAdamW(matrices, others, self.hyper["learning_rate"], self.hyper["weight_decay"])
-        total, warmup, flat = self.trainer.max_steps, self.hyper["warmup_steps"], self.hyper["flat_fraction"]
-        if total <= 0:
-            raise ValueError(f"trainer.max_steps is {total}, but the learning-rate schedule needs a positive number")
+        return MuonAdamW(matrices, others, self.hyper["learning_rate"], self.hyper["weight_decay"])
 
-        def factor(step: int) -> float:
-            progress = max(0.0, (step / total - flat) / (1 - flat))
-            return min(1.0, (step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    def progress(self) -> float:
+        """0 to 1, by steps or by minutes, whichever is further: a busy machine still finishes its schedule."""
+        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.hyper["max_minutes"])
 
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def on_train_batch_start(self, batch: dict[str, Any], batch_index: int) -> None:
+        self.started = time.monotonic()
+        flat = self.hyper["flat_fraction"]
+        cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (self.progress() - flat) / (1 - flat)))))
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.hyper["learning_rate"] * cosine * min(1.0, (self.global_step + 1) / self.hyper["warmup_steps"])
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_index: int) -> None:
+        self.seconds += time.monotonic() - self.started
+        if self.progress() >= 1:
+            self.trainer.should_stop = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seconds"] = self.seconds
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seconds = checkpoint["seconds"]
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         with torch.no_grad():

@@ -15,6 +15,7 @@ from torchmetrics.image import PeakSignalNoiseRatio
 
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
 from data.emoji.dataset import EmojiImages
+from training.muon import orthogonalize
 
 HELD_OUT = ("novel", "combo")
 
@@ -31,10 +32,10 @@ def reconstruction_loss(decoded: Tensor, images: Tensor, mse: float, l1: float, 
     return loss
 
 
-class MuonAdamW(torch.optim.AdamW):
+class ConvMuon(torch.optim.AdamW):
     """AdamW; groups with `muon: True` take the momentum's nearest orthogonal matrix instead (Muon, Newton-Schulz).
 
-    At equal steps this gave +1.7 dB over AdamW after 250 steps.  Convolutions count as [out, in*kh*kw].
+    Convolutions count as [out, in*kh*kw].  +1.7 dB over AdamW alone after 250 steps of batch 8 (one run each).
     """
 
     @torch.no_grad()
@@ -52,22 +53,12 @@ class MuonAdamW(torch.optim.AdamW):
                     state.update({"step": torch.zeros(()), "momentum": torch.zeros_like(weight)})
                 momentum = state["momentum"]
                 momentum.lerp_(weight.grad, 0.05)
-                update = orthogonalise(weight.grad.lerp(momentum, 0.95).flatten(1))
+                update = orthogonalize(weight.grad.lerp(momentum, 0.95).flatten(1)[None])[0]
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update.reshape(weight.shape), alpha=-0.4 * group["lr"] * max(update.shape) ** 0.5)
                 weight.grad = None  # AdamW skips what has no gradient
         super().step()
         return loss
-
-
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """[m, n] -> about U V^T of its singular value decomposition U S V^T."""
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 class TokenizerTraining(LightningModule):
@@ -118,7 +109,7 @@ class TokenizerTraining(LightningModule):
             {"params": [weight for name, weight in named if (name in inner) == muon], "muon": muon}
             for muon in (True, False)
         ]
-        return MuonAdamW(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+        return ConvMuon(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
 
     def progress(self) -> float:
         return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.max_minutes)

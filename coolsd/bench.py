@@ -1,0 +1,174 @@
+"""`coolsd bench`: milliseconds of each part of decoding, side by side with transformers' generate.  Knows clocks only.
+
+Everything is measured in turn, round after round, so that drift of the machine hits all alike; batch 1, loading and the
+first round excluded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import rich.box
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from coolsd.checkpoint import write_json
+from coolsd.cli import argument_parser
+from coolsd.decode import generate
+from coolsd.drafters.chain import Chain
+from coolsd.generate_images import EMOJI_SAMPLING
+from coolsd.heads.checkpoint import load_head
+from coolsd.results import environment
+from coolsd.rules.relaxed import CoolSD
+from coolsd.sampling import Sampling
+from coolsd.targets import load_target
+from coolsd.transformer import TransformerConfig
+
+CAPTION = "noto emoji of a red apple"
+PLAIN, TRANSFORMERS = "plain decoding, per token", "transformers generate, per token"
+Measurement = Callable[[int], dict[str, float]]  # round -> milliseconds by name
+
+
+def bench(
+    out: Path | None = None,
+    target: str = "emoji/target",
+    head: str = "emoji/draft",
+    length: int = 5,
+    repeats: int = 5,
+    sampling: Sampling = EMOJI_SAMPLING,
+    compile: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> dict[str, Any]:
+    """Measure plain and speculative decoding of one image, and transformers' generate on a Llama of the same shape.
+
+    Args:
+        out: JSON file for the numbers.
+        target: Checkpoint folder of the target, or its name under checkpoints/.
+        head: The same of the draft head.
+        length: Tokens the chain drafts per target call.
+        repeats: Images each is measured on.
+        sampling: How logits become a distribution.
+        compile: Measure all once more under torch.compile, beside the eager numbers.
+        device: cpu, cuda, mps or auto.
+        dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}, but must be >= 1")
+    measurements: list[Measurement] = []
+    for compiled in (False, True) if compile else (False,):
+        model = load_target(target, device, dtype, compiled)
+        drafter = Chain(load_head(head, model), length)
+        mark = " (compiled)" if compiled else ""
+        measurements.append(ours(model, drafter, sampling, mark))
+        measurements.append(theirs(model, sampling.branches, compiled, mark))
+    found: dict[str, list[float]] = {}
+    for turn in range(repeats + 1):
+        for measurement in measurements:
+            for name, value in measurement(turn).items():
+                found.setdefault(name, []).extend([value] if turn else [])
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    milliseconds = {name: {"median": medians[name], "min": min(ms), "all": ms} for name, ms in found.items()}
+    ratios = {
+        f"coolsd / transformers{mark}": medians[f"{PLAIN}{mark}"] / medians[f"{TRANSFORMERS}{mark}"]
+        for mark in ("", " (compiled)")
+        if f"{PLAIN}{mark}" in medians
+    }
+    results = {
+        "schema": 1,
+        "environment": environment(model.device, model.dtype),
+        "target": model.fingerprint,
+        "sampling": asdict(sampling),
+        "repeats": repeats,
+        "milliseconds": milliseconds,
+        "ratios": ratios,
+    }
+    show(results)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, results)
+    return results
+
+
+def ours(model: Any, drafter: Chain, sampling: Sampling, mark: str) -> Measurement:
+    """Two images of the real loop, plain and with the chain; its own clock tells the parts apart."""
+
+    def measure(turn: int) -> dict[str, float]:
+        plain = generate(model, [CAPTION], None, None, sampling, seed=turn, decode_images=False)
+        chain = generate(model, [CAPTION], drafter, CoolSD(), sampling, seed=turn, decode_images=False)
+        calls, rounds = int(plain.target_calls[0]), int(chain.target_calls[0])
+        return {
+            f"{PLAIN}{mark}": sum(plain.seconds.values()) * 1000 / model.image_tokens,
+            f"chain of {drafter.depth}, per token{mark}": sum(chain.seconds.values()) * 1000 / model.image_tokens,
+            f"target call, 1 token{mark}": plain.seconds["target"] * 1000 / calls,
+            f"target call, {drafter.nodes} tokens{mark}": chain.seconds["target"] * 1000 / rounds,
+            f"draft step{mark}": chain.seconds["draft"] * 1000 / rounds / drafter.depth,
+            f"sampling, plain{mark}": plain.seconds["verify"] * 1000 / calls,
+            f"sampling and verification, chain{mark}": chain.seconds["verify"] * 1000 / rounds,
+        }
+
+    return measure
+
+
+def theirs(model: Any, rows: int, compiled: bool, mark: str) -> Measurement:
+    """transformers' generate with StaticCache: same layers, widths, vocabulary, rows and tokens, random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: TransformerConfig = model.config.transformer
+    slots, tokens = model.config.prompt_slots, model.image_tokens
+    config = LlamaConfig(
+        vocab_size=model.codebook_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        max_position_embeddings=slots + tokens,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    llama = LlamaForCausalLM(config).to(model.device, model.dtype).eval()
+    prompt = torch.ones(rows, slots, dtype=torch.long, device=model.device)
+    if compiled:
+        llama.forward = torch.compile(llama.forward, dynamic=False)
+
+    def measure(turn: int) -> dict[str, float]:
+        torch.manual_seed(turn)
+        start = time.perf_counter()
+        drawn = llama.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=tokens,
+            min_new_tokens=tokens, pad_token_id=0, cache_implementation="static", disable_compile=True,
+        )  # fmt: skip
+        assert drawn.shape[1] == slots + tokens
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {f"{TRANSFORMERS}{mark}": (time.perf_counter() - start) * 1000 / tokens}
+
+    return measure
+
+
+def show(results: dict[str, Any]) -> None:
+    made = results["environment"]
+    table = Table("milliseconds", "median", "min", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for name, values in results["milliseconds"].items():
+        table.add_row(name, f"{values['median']:.3f}", f"{values['min']:.3f}")
+    Console().print(table)
+    for name, value in results["ratios"].items():
+        print(f"{name}: {value:.2f} (below 1: coolsd is faster)")
+    machine = f"{made['device']}, {made['cpu']}, {made['threads']} threads"
+    print(f"batch 1, {made['dtype']}, {machine}, {results['repeats']} repeats")
+
+
+def main(args: list[str]) -> None:
+    parser = argument_parser("bench", "Milliseconds of each part of decoding, beside transformers' generate.")
+    parser.add_argument("--compile", action="store_true", help="measure all once more under torch.compile")
+    parser.add_function_arguments(bench, skip={"compile"})
+    options = parser.instantiate(parser.parse_args(args)).as_dict()
+    options.pop("config")
+    bench(**options)

@@ -1,0 +1,151 @@
+"""`coolsd evaluate` on a toy target: results.json is strict JSON, complete, and follows from its own raw numbers."""
+
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from PIL import Image
+from scipy import stats
+
+from coolsd import cli, evaluate, results
+from coolsd.heads.checkpoint import save_head
+from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
+
+CAPTIONS = ["a b", "../../x", "<script>alert(1)</script>", "c"]
+METHODS = """
+methods:
+  - {name: eagle-1, rule: vanilla}
+  - {name: cool & hot, rule: cool-sd, delta: 2, floor: 1.0, length: 3, first: 3}
+  - name: uniform
+    rule: {class_path: coolsd.rules.relaxed.Uniform, init_args: {delta: 1.5}}
+    drafter: {class_path: coolsd.drafters.chain.Chain, init_args: {length: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def command(toy_copy, tmp_path_factory):
+    """`evaluate` of three methods with a saved toy pair and a random image tokenizer: 3 x 3 tokens, 12 pixels."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target, head = toy_copy()
+    torch.manual_seed(0)
+    LlamaGenVQ(LlamaGenVQConfig(12, 5, 8, True, 8, 8, (1, 1), 1, 2, 4)).save(folder / "tokenizer")
+    target.save(folder / "target")
+    head.config = dataclasses.replace(head.config, target=target.fingerprint)
+    save_head(head, folder / "draft")
+    (folder / "evaluate.yaml").write_text(METHODS)
+    return [
+        "--config", str(folder / "evaluate.yaml"), "--target", str(folder / "target"), "--head", str(folder / "draft"),
+        "--dtype", "float32", "--prompts", json.dumps(CAPTIONS), "--repeats", "2",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(command, tmp_path_factory):
+    """(folder, results.json) of one run."""
+    out = tmp_path_factory.mktemp("run")
+    assert cli.main(["evaluate", *command, "--out", str(out)]) == 0
+
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    return out, json.loads((out / "results.json").read_text("utf-8"), parse_constant=refuse)
+
+
+def test_plain_decoding_is_the_first_row_with_speedup_one(run):
+    _, found = run
+    assert [row["name"] for row in found["rows"]] == ["ar", "eagle-1", "cool & hot", "uniform"]
+    plain = found["rows"][0]
+    assert plain["speedup"] == 1.0 and plain["speedup_ci95"] == [1.0, 1.0] and plain["rule"] is None
+    assert plain["accepted_length"] == {"mean": 1.0, "std": 0.0, "ci95": [1.0, 1.0]}
+    assert plain["bias_per_token"]["mean"] == 0 and plain["kl_per_token"]["mean"] == 0
+
+
+def test_rows_have_what_the_design_promises(run):
+    _, found = run
+    assert found["schema"] == 1 and found["prompts"] == 4 and found["target"].startswith("target@")
+    assert {"versions", "device", "cpu", "threads", "dtype", "date", "command"} <= set(found["environment"])
+    for row in found["rows"]:
+        assert {"mean", "std", "ci95"} == set(row["latency_s"]) and set(row["seconds"]) >= {"draft", "target", "verify"}
+        assert row["fid"] is row["clip_score"] is row["image_reward"] is None
+        assert row["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "guidance": 1.5}
+    relaxed, custom = found["rows"][2:]
+    assert relaxed["rule"]["name"] == "cool-sd" and relaxed["drafter"]["depth"] == 3
+    assert len(relaxed["rule"]["schedule"]) == len(relaxed["acceptance_per_position"]) == 3
+    assert min(relaxed["rule"]["schedule"]) >= 1 and relaxed["drafter"]["head"] == found["draft"]
+    assert custom["rule"]["schedule"] == [1.5, 1.5] and custom["drafter"]["depth"] == 2
+    assert found["rows"][1]["bias_per_token"]["mean"] == 0 < relaxed["bias_per_token"]["mean"]
+
+
+def test_summaries_follow_from_the_numbers_of_single_images(run):
+    _, found = run
+    plain = dict(zip(found["rows"][0]["per_image"]["row"], found["rows"][0]["per_image"]["latency_s"], strict=True))
+    for row, prompts in zip(found["rows"], (4, 4, 3, 4), strict=True):
+        raw = row["per_image"]
+        assert row["images"] == len(raw["row"]) == 2 * prompts
+        assert raw["row"] == [4 * repeat + prompt for repeat in range(2) for prompt in range(prompts)]
+        for key in results.MEASURED:
+            assert math.isclose(row[key]["mean"], statistics.fmean(raw[key]), abs_tol=1e-12)
+            assert math.isclose(row[key]["std"], statistics.stdev(raw[key]), abs_tol=1e-12)
+        assert [round(8 / calls, 5) for calls in raw["target_calls"]] == [round(a, 5) for a in raw["accepted_length"]]
+        speedup = statistics.fmean(plain[i] for i in raw["row"]) / statistics.fmean(raw["latency_s"])
+        assert math.isclose(row["speedup"], speedup) and row["speedup_ci95"][0] <= speedup <= row["speedup_ci95"][1]
+        assert math.isclose(row["speedup_over_accepted_length"], speedup / row["accepted_length"]["mean"])
+
+
+def test_every_method_draws_every_prompt_once_inside_the_folder(run):
+    out, found = run
+    files = [file for row in found["rows"] for file in row["per_image"]["file"] if file]
+    assert len(set(files)) == 4 + 4 + 3 + 4
+    assert {str(file.relative_to(out)) for file in out.rglob("*.png")} == set(files)
+    hostile = next(file for file in files if file.startswith("images/0001"))
+    assert Image.open(out / hostile).text["caption"] == "../../x"
+
+
+def test_results_do_not_depend_on_the_batch_size(run, command, tmp_path):
+    _, found = run
+    evaluate.main([*command, "--out", str(tmp_path), "--batch_size", "3"])
+    batched = json.loads((tmp_path / "results.json").read_text())
+    for one, many in zip(found["rows"], batched["rows"], strict=True):
+        assert one["per_image"]["target_calls"] == many["per_image"]["target_calls"]
+
+
+def test_check_decodes_and_writes_nothing(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "generate", lambda *_: pytest.fail("--check must not decode"))
+    evaluate.main([*command, "--out", str(tmp_path / "none"), "--check"])
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("differ", ["--methods", "[{name: a}, {name: A}]"]),
+        ("differ", ["--methods", "[{name: ar}]"]),
+        ("no rule named", ["--methods", "[{name: a, rule: warm}]"]),
+        ("no drafter named", ["--methods", "[{name: a, drafter: tree}]"]),
+        ("first is 9", ["--methods", "[{name: a, first: 9}]"]),
+        ("must be >= 1", ["--repeats", "0"]),
+        ("empty list", ["--prompts", "[]"]),
+        ("no checkpoint", ["--head", "nowhere"]),
+    ],
+)
+def test_mistakes_are_one_sentence(words, arguments, command, tmp_path, capsys):
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path / "none"), "--check", *arguments]) == 2
+    sentence = capsys.readouterr().err.strip()
+    assert words in sentence and "\n" not in sentence
+
+
+def test_the_interval_is_students():
+    values = [1.0, 2.0, 4.0, 4.5, 5.0, 8.0, 8.5, 9.0]
+    low, high = results.summary(values)["ci95"]
+    expected = stats.t.interval(0.95, 7, loc=statistics.fmean(values), scale=stats.sem(values))
+    assert math.isclose(low, expected[0], rel_tol=0.01) and math.isclose(high, expected[1], rel_tol=0.01)
+    assert results.summary([3.0]) == {"mean": 3.0, "std": None, "ci95": None} and results.summary([]) is None
+
+
+def test_acceptance_by_position_leaves_the_last_call_out():
+    # depth 2; calls with 3, 1, 2 tokens: depth 1 tested 3 times and passed twice, depth 2 tested twice and passed once
+    assert results.acceptance_per_position([[3, 1, 1], [2, 3]], 2) == [2 / 3, 1 / 2]
+    assert results.acceptance_per_position([[1, 1]], 2) == [0.0, None]

@@ -1,0 +1,353 @@
+"""Feature caches: what is written is what is read, an interruption costs nothing, and a broken file is told by name."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.targets import load_target
+from data.features import CachedSample, CacheSettings, FeatureCache, FeatureCacheWriter, main
+from data.loader import EpochSampler, FeatureModule, pairs
+from training.cli import extract
+from training.extraction import CaptionedImages, plan
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = CacheSettings(
+    "toy@1", "numbers", 4, 3, 5, 7, 2, samples=10, samples_per_shard=4, settings={"source": "images"}
+)
+ENDS = {"embedding": torch.randn(7, 4), "lm_head": torch.randn(7, 4), "rope": torch.zeros(8, 1, 2)}
+
+
+def sample(index):
+    """A made-up sample; its length and its numbers follow from its index."""
+    rng = torch.Generator().manual_seed(index)
+    slots = 1 + index % 3
+    tokens = torch.cat([torch.full((slots,), -1), torch.randint(0, 7, (5,), generator=rng)])
+    hidden = tuple(torch.randn(slots + 5, 4, generator=rng).bfloat16() for _ in range(2))
+    return CachedSample(f"caption {index} \N{GRINNING FACE}", hidden, (tokens, tokens))
+
+
+def write(folder, settings=SETTINGS, shards=None, change=lambda index, sample: sample):
+    writer = FeatureCacheWriter(folder, settings)
+    for shard in range(settings.shards) if shards is None else shards:
+        writer.write_shard(shard, [change(i, sample(i)) for i in settings.samples_of(shard)])
+    writer.write_ends(ENDS)
+    return writer
+
+
+def hashes(folder):
+    return {path.name: path.read_text() for path in sorted(Path(folder).glob("*.sha256"))}
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return write(tmp_path / "cache").finish()
+
+
+def test_what_is_written_is_read(cache):
+    assert len(cache) == 10 and cache.settings == SETTINGS
+    for index in (9, 0, 5, 3, 4):  # out of order, across shards
+        expected, found = sample(index), cache[index]
+        assert found.caption == expected.caption
+        for ours, theirs in zip(
+            expected.hidden_states + expected.token_ids, found.hidden_states + found.token_ids, strict=True
+        ):
+            assert torch.equal(ours, theirs.to(ours.dtype))
+    assert torch.equal(cache.ends()["embedding"], ENDS["embedding"])
+    cache.verify()
+
+
+def test_a_shard_counts_only_when_whole(tmp_path):
+    writer = write(tmp_path, shards=[0, 2])
+    assert writer.finished_shards() == [0, 2]
+    with pytest.raises(ValueError, match="lacks 1 of 3 shards"):
+        writer.finish()
+    with pytest.raises(FileNotFoundError, match="unfinished"):
+        FeatureCache(tmp_path)
+    (tmp_path / "shard-00000.safetensors.sha256").unlink()  # killed between the two renames
+    with (tmp_path / "shard-00002.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert FeatureCacheWriter(tmp_path, SETTINGS).finished_shards() == []
+
+
+def test_a_resumed_cache_equals_an_unbroken_one(tmp_path, cache):
+    write(tmp_path / "other", shards=[1])
+    (tmp_path / "other" / ".shard-00000.safetensors.1.part").write_bytes(b"half a shard")  # killed while writing
+    resumed = FeatureCacheWriter(tmp_path / "other", SETTINGS)
+    for shard in sorted(set(range(3)) - set(resumed.finished_shards())):
+        resumed.write_shard(shard, [sample(i) for i in SETTINGS.samples_of(shard)])
+    resumed.finish().verify()
+    assert hashes(tmp_path / "other") == hashes(cache.folder)
+    assert not list((tmp_path / "other").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"target": "toy@2"}, "target = 'toy@1', not 'toy@2'"),
+        ({"dataset": "letters"}, "dataset"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"branches": 1}, "branches"),
+        ({"samples": 11}, "samples = 10, not 11"),
+        ({"samples_per_shard": 5}, "samples_per_shard"),
+        ({"settings": {"source": "self-distill"}}, "settings.source"),
+        ({"settings": {"source": "images", "crop": 2}}, "settings.crop = None, not 2"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, change, named):
+    write(tmp_path, shards=[0])
+    with pytest.raises(ValueError, match=named):
+        FeatureCacheWriter(tmp_path, replace(SETTINGS, **change))
+
+
+def test_a_foreign_folder_and_a_small_disk_are_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="no feature cache"):
+        FeatureCacheWriter(tmp_path, SETTINGS)
+    with pytest.raises(ValueError, match="free"):
+        FeatureCacheWriter(tmp_path / "large", replace(SETTINGS, samples=10**9, hidden_size=10**5))
+
+
+def test_a_second_writer_is_told_who_writes(tmp_path):
+    first, second = FeatureCacheWriter(tmp_path, SETTINGS), FeatureCacheWriter(tmp_path, SETTINGS)
+    first.lock()
+    with pytest.raises(ValueError, match=f"process {os.getpid()}"):
+        second.lock()
+
+
+def broken(index, found):
+    """Sample 5 with one number that is not finite."""
+    if index == 5:
+        found.hidden_states[1][2, 3] = float("nan")
+    return found
+
+
+def test_only_finite_states_are_written(tmp_path):
+    with pytest.raises(ValueError, match=r"sample 5 .*finite"):
+        write(tmp_path, change=broken)
+    assert not (tmp_path / "shard-00001.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda s: replace(s, hidden_states=s.hidden_states[:1]), "branches"),
+        (lambda s: replace(s, hidden_states=tuple(h[:-1] for h in s.hidden_states)), "tokens"),
+        (lambda s: replace(s, hidden_states=tuple(h[:, :3] for h in s.hidden_states)), "takes"),
+        (lambda s: replace(s, token_ids=tuple(t + 1 for t in s.token_ids)), "-1 for caption slots"),
+        (lambda s: replace(s, token_ids=tuple(t + 7 * (t >= 0) for t in s.token_ids)), "tokens of 0"),
+    ],
+)
+def test_a_misshapen_sample_is_refused(tmp_path, wrong, named):
+    with pytest.raises(ValueError, match=named):
+        write(tmp_path, change=lambda index, found: wrong(found))
+
+
+def test_verify_finds_a_flipped_byte(cache):
+    path = cache.folder / "shard-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    reopened = FeatureCache(cache.folder)  # same size: only the hash can tell
+    with pytest.raises(ValueError, match="shard-00001"):
+        reopened.verify()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda m: m["shards"][0].update(file="../../secret"), "secret"),
+        (lambda m: m["shards"][0].update(file="/etc/passwd"), "passwd"),
+        (lambda m: m["shards"].pop(), "2 shards"),
+        (lambda m: m.update(shards="all"), "no shards"),
+        (lambda m: m["shards"][1].update(bytes=3), "3"),
+        (lambda m: m["shards"][1].update(sha256="0"), "sha256"),
+        (lambda m: m.update(samples=-1), "samples is -1"),
+        (lambda m: m.update(samples=1 << 60), "samples"),
+        (lambda m: m.update(hidden_size=1 << 30), "hidden_states"),
+        (lambda m: m.update(codebook_size=2), "token_ids"),
+        (lambda m: m.update(image_tokens=6, prompt_slots=1), "offsets"),
+        (lambda m: m.update(branches=1), "offsets"),
+        (lambda m: m.update(dtype="float32"), "hidden_states"),
+        (lambda m: m.update(dtype="__import__"), "dtype"),
+        (lambda m: m.update(schema=99), "schema 99"),
+        (lambda m: m.pop("ends"), "ends.safetensors"),
+        (lambda m: m.clear(), "schema None"),
+    ],
+)
+def test_a_hostile_manifest_is_refused_by_name(cache, change, named):
+    path = cache.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=named):
+        FeatureCache(cache.folder)[0]
+
+
+def test_broken_files_are_told_by_name(cache):
+    (cache.folder / "shard-00000.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="shard-00000"):
+        FeatureCache(cache.folder)
+    (cache.folder / "shard-00000.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="shard-00000"):
+        FeatureCache(cache.folder)
+    (cache.folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="JSON"):
+        FeatureCache(cache.folder)
+
+
+def test_cache_commands(cache, capsys):
+    main(["info", str(cache.folder)])
+    assert "toy@1" in capsys.readouterr().out
+    main(["verify", str(cache.folder)])
+    assert "verified" in capsys.readouterr().out
+
+
+def test_pairs_are_shifted_by_one():
+    """P = 2 slots, T = 4 tokens, one branch; hidden state i is the number i."""
+    batch = {
+        "hidden": torch.arange(6.0).expand(2, 1, 6)[..., None],
+        "token_ids": torch.tensor([[[-1, -1, 10, 11, 12, 13]], [[-1, -1, 20, 21, 22, 23]]]),
+        "valid": torch.tensor([[[True] * 6], [[False] + [True] * 5]]),
+    }
+    found = {name: value[:, 0].squeeze(-1).tolist() for name, value in pairs(batch).items()}
+    #                           pair         0      1     2     3     4
+    assert found["hidden"][0] == [0, 1, 2, 3, 4]
+    assert found["token_ids"][0] == [-1, 10, 11, 12, 13]
+    assert found["target_hidden"][0] == [1, 2, 3, 4, 5]
+    assert found["loss"] == [[False, True, True, True, True]] * 2  # the first draft, (slot 1, token 10), has a loss
+    assert found["seen"] == [[True] * 5, [False, True, True, True, True]]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_batch_holds_the_cached_rows_left_padded(cache, in_memory):
+    module = FeatureModule(str(cache.folder), batch_size=3, held_out=0.2, in_memory=in_memory)
+    module.setup("fit")
+    seen = []
+    for batch in [*module.train_dataloader(), *module.val_dataloader()]:
+        assert batch["hidden"].shape == (len(batch["captions"]), 2, 8, 4)
+        for b, caption in enumerate(batch["captions"]):
+            index = int(caption.split()[1])
+            seen.append(index)
+            for g in range(2):
+                held = batch["valid"][b, g]
+                assert held[2:].all() and held.sum() == 6 + index % 3
+                assert torch.equal(batch["hidden"][b, g][held], sample(index).hidden_states[g].float())
+                assert torch.equal(batch["token_ids"][b, g][held], sample(index).token_ids[g])
+                assert (batch["token_ids"][b, g][~held] == -1).all() and not batch["hidden"][b, g][~held].any()
+    assert sorted(seen[-2:]) == [8, 9] and len(set(seen)) == len(seen) == 8  # 2 batches of 3, and the held-out two
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_order_is_a_function_of_seed_and_epoch(world_size):
+    def epoch(number, seed=0):
+        samplers = [EpochSampler(11, seed, rank, world_size) for rank in range(world_size)]
+        for sampler in samplers:
+            sampler.set_epoch(number)
+        return [list(sampler) for sampler in samplers]
+
+    assert epoch(3) == epoch(3) != epoch(4)
+    assert epoch(3) != epoch(3, seed=1)
+    shares = epoch(5)
+    assert {len(share) for share in shares} == {11 // world_size}
+    assert len({index for share in shares for index in share}) == 11 // world_size * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("unfinished", [[], [0, 1, 2], [2], [0, 2]])
+def test_every_sample_is_extracted_once_and_all_processes_pass_equally_often(world_size, unfinished):
+    plans = [plan(unfinished, SETTINGS, 3, rank, world_size) for rank in range(world_size)]
+    assert len({len(passes) for passes in plans}) == 1
+    real = [one for passes in plans for one in passes if one.shard is not None]
+    extracted = sorted(index for one in real for index in one.indices)
+    assert extracted == [index for shard in unfinished for index in SETTINGS.samples_of(shard)]
+    assert all(set(one.indices) <= set(SETTINGS.samples_of(one.shard)) for one in real)
+    assert sorted(one.shard for one in real if one.last) == unfinished
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, toy_copy):
+    """A tiny target for 64-pixel images, with its tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    target, _ = toy_copy(codes=5, grid=(4, 4))
+    target.save(folder / "target")
+    torch.manual_seed(0)
+    shape = {"z_channels": 8, "channels": 8, "channel_multipliers": (1,), "num_res_blocks": 1, "norm_groups": 4}
+    vq = LlamaGenVQConfig(64, 5, 4, patch_size=16, **shape)
+    LlamaGenVQ(vq).save(folder / "tokenizer")
+    return folder / "target"
+
+
+def arguments(checkpoint, folder, *more):
+    common = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false", "--data.limit", "10"]
+    exact = ["--model.dtype", "float32", "--model.cache_dtype", "float32", "--model.samples_per_shard", "4"]
+    where = ["--model.target", str(checkpoint), "--model.cache", str(folder), "--data.batch_size", "3"]
+    return [*common, *exact, *where, *more]
+
+
+@pytest.fixture(scope="module")
+def extracted(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extracted") / "cache"
+    extract(arguments(checkpoint, folder))
+    return folder
+
+
+def test_extraction_stores_what_a_forced_pass_sees(checkpoint, extracted):
+    cache, target = FeatureCache(extracted), load_target(checkpoint, "cpu", "float32")
+    cache.verify()
+    assert cache.settings.target == target.fingerprint and cache.settings.branches == 2
+    data = CaptionedImages(limit=10)
+    for index in (0, 7, 9):
+        original, found = data.dataset[data.chosen[index]], cache[index]
+        assert found.caption == original["caption"]
+        prompt = target.encode([found.caption], guidance=True)
+        tokens = target.encode_images(original["image"][None])
+        output = target.forced(prompt, tokens)
+        for g in range(2):
+            held = torch.cat([prompt.mask[0, g], torch.ones(16, dtype=torch.bool)])
+            torch.testing.assert_close(found.hidden_states[g], output.hidden_states[0, g][held], atol=1e-4, rtol=1e-4)
+            assert torch.equal(found.token_ids[g][-16:].long(), tokens[0])
+    logits = (
+        cache[0].hidden_states[1][-17:-1] @ cache.ends()["lm_head"].T
+    )  # states and ends suffice for the target's law
+    prompt = target.encode([cache[0].caption], guidance=True)
+    forced = target.forced(prompt, cache[0].token_ids[1][-16:].long()[None]).logits[0, 1]
+    torch.testing.assert_close(logits, forced, atol=1e-4, rtol=1e-4)
+
+
+def test_an_interrupted_extraction_resumes_to_equal_shards(checkpoint, extracted, tmp_path, capsys):
+    with pytest.raises(ValueError, match="lacks 2 of 3 shards"):
+        extract(arguments(checkpoint, tmp_path / "cache", "--trainer.limit_predict_batches", "3"))
+    begun = (tmp_path / "cache" / "shard-00000.safetensors").stat().st_mtime_ns
+    extract(arguments(checkpoint, tmp_path / "cache"))
+    assert hashes(tmp_path / "cache") == hashes(extracted)
+    assert (tmp_path / "cache" / "shard-00000.safetensors").stat().st_mtime_ns == begun  # not written again
+    extract(arguments(checkpoint, tmp_path / "cache"))  # nothing left to do
+    with pytest.raises(ValueError, match="dtype = 'float32', not 'bfloat16'"):
+        extract(arguments(checkpoint, tmp_path / "cache", "--model.cache_dtype", "bfloat16"))
+
+
+def test_the_target_can_draw_the_images_itself(checkpoint, tmp_path):
+    from coolsd.decode import generate
+    from coolsd.sampling import Sampling
+
+    extract(arguments(checkpoint, tmp_path, "--model.source", "self-distill", "--model.sampling.guidance", "2"))
+    cache, target = FeatureCache(tmp_path), load_target(checkpoint, "cpu", "float32")
+    drawn = generate(target, [cache[6].caption], sampling=Sampling(guidance=2.0), rows=[6], decode_images=False)
+    assert torch.equal(cache[6].token_ids[0][-16:].long(), drawn.tokens[0])
+
+
+@pytest.mark.slow
+def test_two_processes_extract_equal_shards(checkpoint, extracted, tmp_path):
+    command = [sys.executable, "-m", "coolsd.cli", "extract", *arguments(checkpoint, tmp_path)]
+    command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert hashes(tmp_path) == hashes(extracted)
+    FeatureCache(tmp_path).verify()

@@ -1,0 +1,164 @@
+"""`coolsd generate` on a toy target: names, metadata, resuming, Ctrl-C, batches, hostile captions."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from coolsd import cli, generate_images, results
+from coolsd.heads.checkpoint import save_head
+from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.interfaces import DecodeResult
+
+
+@pytest.fixture(scope="module")
+def options(toy_copy, tmp_path_factory):
+    """--target and --head of a saved toy pair with a random image tokenizer: 3 x 3 tokens, 12 pixels."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target, head = toy_copy()
+    torch.manual_seed(0)
+    LlamaGenVQ(LlamaGenVQConfig(12, 5, 8, True, 8, 8, (1, 1), 1, 2, 4)).save(folder / "tokenizer")
+    target.save(folder / "target")
+    head.config = dataclasses.replace(head.config, target=target.fingerprint)
+    save_head(head, folder / "draft")
+    return ["--target", str(folder / "target"), "--head", str(folder / "draft"), "--dtype", "float32"]
+
+
+def strict(path):
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(path.read_text("utf-8"), parse_constant=refuse)
+
+
+def pixels(folder):
+    return {file.name: Image.open(file).tobytes() for file in sorted(folder.glob("*.png"))}
+
+
+def test_files_are_named_by_row_and_caption_and_say_how_they_were_made(options, tmp_path):
+    generate_images.main(
+        ["a b", "Ça c'est b", "--out", str(tmp_path), *options, "--images_per_prompt", "2", "--delta", "2"]
+    )
+    names = ["00000-a-b.png", "00001-a-b.png", "00002-ca-c-est-b.png", "00003-ca-c-est-b.png"]
+    assert sorted(pixels(tmp_path)) == names
+    text = Image.open(tmp_path / names[2]).text
+    assert text["caption"] == "Ça c'est b" and text["row"] == "2" and text["seed"] == "0"
+    assert json.loads(text["rule"])["delta"] == 2 and json.loads(text["sampling"])["guidance"] == 1.5
+    assert text["target"].startswith("target@") and json.loads(text["drafter"])["head"].startswith("draft@")
+    stats = strict(tmp_path / "stats.json")
+    assert [image["file"] for image in stats["images"]] == names and stats["tokens_per_second"] > 0
+    for image in stats["images"]:
+        assert sum(image["emitted"]) == 8 and len(image["emitted"]) == image["target_calls"]  # T - 1 after the prefill
+        assert math.isclose(image["accepted_length"], 8 / image["target_calls"], rel_tol=1e-6)
+        assert image["bias_per_token"] >= 0 and image["nll_per_token"] > 0 and image["seconds"] > 0
+
+
+def test_images_do_not_depend_on_the_batch_size(options, tmp_path):
+    for size in (1, 3, 5):
+        generate_images.main(["a", "b", "c c", "a b", "b a", "--out", f"{tmp_path}/{size}", *options,
+                              "--batch_size", str(size)])  # fmt: skip
+    assert pixels(tmp_path / "1") == pixels(tmp_path / "3") == pixels(tmp_path / "5")
+    assert len(set(pixels(tmp_path / "1").values())) > 1
+
+
+def test_what_is_there_is_kept_and_other_settings_are_refused(options, tmp_path, monkeypatch, capsys):
+    command = ["generate", "a", "b", "--out", str(tmp_path), *options]
+    assert cli.main(command) == 0
+    before, stats = pixels(tmp_path), (tmp_path / "stats.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_images, "load_target", lambda *_: pytest.fail("there is nothing to make"))
+        assert cli.main(command) == 0
+        assert "2 already there" in capsys.readouterr().out
+        assert cli.main([*command, "--seed", "1"]) == 2
+        assert cli.main([*command, "--plain"]) == 2
+    sentences = capsys.readouterr().err.strip().splitlines()
+    assert len(sentences) == 2 and all("--overwrite" in sentence for sentence in sentences)
+    assert pixels(tmp_path) == before and (tmp_path / "stats.json").read_text() == stats
+    assert cli.main([*command, "--seed", "1", "--overwrite"]) == 0
+    assert Image.open(tmp_path / "00000-a.png").text["seed"] == "1"
+
+
+def test_ctrl_c_keeps_finished_images_and_the_next_run_resumes(options, tmp_path, monkeypatch):
+    command = ["a", "b", "c", "a b", "b c", *options, "--batch_size", "2"]
+    generate_images.main([*command, "--out", str(tmp_path / "whole")])
+    real, calls = generate_images.generate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(generate_images, "generate", interrupted)
+    assert cli.main(["generate", *command, "--out", str(tmp_path / "cut")]) == 130
+    whole, cut = pixels(tmp_path / "whole"), pixels(tmp_path / "cut")
+    assert cut == {name: whole[name] for name in list(whole)[:2]}
+    assert [image["row"] for image in strict(tmp_path / "cut" / "stats.json")["images"]] == [0, 1]
+    generate_images.main([*command, "--out", str(tmp_path / "cut")])
+    assert pixels(tmp_path / "cut") == whole and len(calls) == 4  # two images, then two batches for the other three
+    assert [image["row"] for image in strict(tmp_path / "cut" / "stats.json")["images"]] == [0, 1, 2, 3, 4]
+    assert not [file for file in (tmp_path / "cut").iterdir() if file.suffix not in (".png", ".json")]
+
+
+@pytest.mark.parametrize(
+    "caption", ["../../x", "/etc/passwd", "..", "a\\..\\b", "<script>b</script>", "猫 a", "a" * 500]
+)
+def test_no_caption_leads_out_of_the_folder(caption, tmp_path):
+    (job,) = generate_images.plan([caption], 1, tmp_path)
+    assert job.file.resolve().parent == tmp_path.resolve()
+    assert set(job.file.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.") and len(job.file.name) < 80
+
+
+def test_prompt_files_are_utf_8_and_blank_lines_are_ignored(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffa\r\n\n  ça b \n".encode())
+    assert generate_images.read_prompts(file) == ["a", "ça b"]
+    file.write_bytes(b"a\n\xff\n")
+    with pytest.raises(ValueError, match="UTF-8"):
+        generate_images.read_prompts(file)
+    file.write_bytes(b"\n \n")
+    with pytest.raises(ValueError, match="no caption"):
+        generate_images.read_prompts(file)
+
+
+def test_mistakes_are_one_sentence(options, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "none"), *options]
+    mistakes = {
+        "no captions": out,
+        "--prompts": ["--prompts", str(tmp_path / "no.txt"), *out],
+        "no rule named": ["a", "--rule", "cold-sd", *out],
+        "has no delta": ["a", "--rule", "vanilla", "--delta", "2", *out],
+        "must be a number > 0": ["a", "--delta", "0", *out],
+        "length": ["a", "--length", "0", *out],
+        "without a draft": ["a", "--plain", "--delta", "2", *out],
+        "batch_size": ["a", "--batch_size", "0", *out],
+        "no checkpoint": ["a", "--out", str(tmp_path / "none"), "--target", "nowhere"],
+        "caption 1 is empty": ["a", " ", *out],
+    }
+    for words, arguments in mistakes.items():
+        assert cli.main(["generate", *arguments]) == 2, arguments
+        sentence = capsys.readouterr().err.strip()
+        assert "\n" not in sentence
+        assert words in sentence or (words == "--prompts" and "no.txt" in sentence)
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_infinite_kl_is_null_and_said_to_be_infinite():
+    one, inf = torch.ones(2), torch.tensor([math.inf, 0.5])
+    result = DecodeResult(one.long()[:, None], None, one, one.long(), one.long()[:, None], one, inf, one)
+    first, second = results.record(result, 0), results.record(result, 1)
+    assert (first["kl_per_token"], first["kl_infinite"]) == (None, True)
+    assert (second["kl_per_token"], second["kl_infinite"]) == (0.5, False)
+    json.dumps([first, second], allow_nan=False)
+
+
+def test_the_memory_estimate_is_the_size_of_the_real_cache(toy):
+    target, _ = toy()
+    config = json.loads(json.dumps(dataclasses.asdict(target.config)))
+    estimate, _ = generate_images.bytes_per_image(config, branches=2, nodes=6, itemsize=4)
+    _, cache = target.prefill(target.encode(["a"], True), 6)
+    layers = config["transformer"]["layers"]
+    assert estimate == cache.store.numel() * 4 * (layers + 1) // layers  # the draft head's layer is counted too
