@@ -20,7 +20,7 @@ CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 CONFIG_BYTES = 1 << 20
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a temporary file, then put it in place: a reader sees the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -48,6 +48,33 @@ class Clock:
         self.seconds[name] += time.perf_counter() - start
 
 
+class Ledger:
+    """What a result reports, summed over the rounds; tensors [B]. Tokens behind an image's end do not count."""
+
+    def __init__(self, nll: Tensor, certificates: bool) -> None:
+        self.nll = nll
+        self.calls = torch.zeros_like(nll, dtype=torch.long)
+        self.bias: Tensor | None = torch.zeros_like(nll) if certificates else None
+        self.kl: Tensor | None = torch.zeros_like(nll) if certificates else None
+        self.emitted: list[Tensor] = []
+
+    def add(self, tree: DraftTree, guided: Tensor, decision: Verification, active: Tensor) -> None:
+        """guided: float32 [B, N, V], the logits before top-k and top-p; active: bool [B], unfinished images."""
+        device, length = guided.device, decision.tokens.shape[1]
+        committed = (torch.arange(length, device=device) < decision.emitted[:, None]) & active[:, None]  # [B, L+1]
+        if not tree.is_chain:
+            guided = guided[torch.arange(len(guided), device=device)[:, None], decision.path]
+        surprise = guided.logsumexp(-1) - guided.gather(-1, decision.tokens[..., None]).squeeze(-1)
+        self.nll = self.nll + torch.where(committed, surprise, 0.0).sum(1)
+        tested = committed[:, :-1]  # test i decides token i
+        if self.bias is not None and decision.bias is not None:
+            self.bias = self.bias + torch.where(tested, decision.bias, 0.0).sum(1)
+        if self.kl is not None and length > 1:  # a tree has no KL certificate
+            self.kl = None if decision.kl is None else self.kl + torch.where(tested, decision.kl, 0.0).sum(1)
+        self.calls = self.calls + active
+        self.emitted.append(decision.emitted)
+
+
 @torch.inference_mode()
 def generate(
     target: Any,
@@ -102,13 +129,11 @@ def generate(
     tokens = torch.zeros(len(captions), total + depth + 1, dtype=torch.long, device=device)
     tokens[:, 0] = token
     count = torch.ones_like(token)  # committed image tokens
-    calls = torch.zeros_like(count)
-    bias, kl = torch.zeros_like(nll), torch.zeros_like(nll) if certificates else None
-    emitted: list[Tensor] = []
+    ledger = Ledger(nll, certificates)
     offset = torch.arange(depth + 1, device=device)
     slowest = 1
     while slowest < total:
-        turn = len(emitted) + 1
+        turn = len(ledger.emitted) + 1
         if turn % BLOCK == 0:
             uniforms = counter_uniforms(seed, row_index, turn, BLOCK, slots)
         chance = uniforms[turn % BLOCK]
@@ -121,23 +146,12 @@ def generate(
             probs = sampling.truncate(guided)
             decision = verify(tree, probs, rule, relaxation, chance[:, drafter.slots :], certificates)
             active = count < total
-            decision = replace(decision, emitted=torch.minimum(decision.emitted, total - count))
-            position = count[:, None] + offset
-            tokens.scatter_(1, position, decision.tokens)
-            committed = (offset < decision.emitted[:, None]) & active[:, None]  # [B, L+1]
-            before = guided.gather(1, decision.path[..., None].expand(-1, -1, guided.shape[-1])) if not tree.is_chain else guided
-            surprise = before.logsumexp(-1) - before.gather(-1, decision.tokens[..., None]).squeeze(-1)
-            nll += torch.where(committed, surprise, 0.0).sum(1)
-            if decision.bias is not None:
-                bias += torch.where(committed[:, :depth], decision.bias, 0.0).sum(1)
-            kl = None if kl is None or decision.kl is None and depth else kl
-            if kl is not None and decision.kl is not None:
-                kl += torch.where(committed[:, :depth], decision.kl, 0.0).sum(1)
+            decision = replace(decision, emitted=torch.minimum(decision.emitted, total - count))  # the image ends
+            tokens.scatter_(1, count[:, None] + offset, decision.tokens)
+            ledger.add(tree, guided, decision, active)
             if observer is not None:
                 observer(Round(tree, probs, decision, active))
-            calls += active
             count = count + decision.emitted
-            emitted.append(decision.emitted)
             slowest, longest = torch.stack([count.min(), count.max()]).tolist()  # the one host sync of a round
             path = None if tree.is_chain else decision.path.repeat_interleave(prompt.branches, 0)
             cache.keep(path, decision.emitted.repeat_interleave(prompt.branches), prompt_slots + longest - 1)
@@ -153,19 +167,23 @@ def generate(
     return DecodeResult(
         tokens=tokens,
         images=images,
-        accepted_length=(total - 1) / calls.float(),
-        target_calls=calls,
-        emitted=torch.stack(emitted, dim=1) if emitted else calls[:, None][:, :0],
-        bias_per_token=bias / total if certificates else None,
-        kl_per_token=None if kl is None else kl / total,
-        nll_per_token=nll / total,
+        accepted_length=(total - 1) / ledger.calls.float(),
+        target_calls=ledger.calls,
+        emitted=torch.stack(ledger.emitted, dim=1) if ledger.emitted else ledger.calls[:, None][:, :0],
+        bias_per_token=None if ledger.bias is None else ledger.bias / total,
+        kl_per_token=None if ledger.kl is None else ledger.kl / total,
+        nll_per_token=ledger.nll / total,
         seconds=clock.seconds,
     )
 
 
 @torch.inference_mode()
 def autoregressive(
-    target: Any, captions: Sequence[str], sampling: Sampling | None = None, seed: int = 0, rows: Sequence[int] | None = None
+    target: Any,
+    captions: Sequence[str],
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    rows: Sequence[int] | None = None,
 ) -> Tensor:
     """The slow reference that plain `generate` must agree with token for token: no cache, no tree, tokens [B, T]."""
     sampling = sampling or Sampling()

@@ -44,7 +44,7 @@ class TargetOutput:
 class DraftTree:
     """Drafted tokens as a tree whose node 0 is the last committed token.
 
-    tokens: long [B, N]. parent: N integers, parent[0] = -1, a parent stands before its children, siblings in test order.
+    tokens: long [B, N]. parent: N integers, parent[0] = -1, parents stand before children, siblings in test order.
     draft_probs: float32 [B, I, V], row i = the distribution from which the children of node i were drawn
     (I = 1 + the last node that has children; without replacement among siblings).
     chosen: the children are the draft's top tokens instead of samples. present: bool [B, N] or None (= all);

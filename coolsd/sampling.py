@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens. The only place that combines guidance branches, and the only source of chance.
+"""From logits to probabilities to tokens. The only place that combines guidance branches; the only source of chance.
 
 Knows tensors; knows no model, tree or rule. Everything random is a float in [0, 1) that is a pure function of
 (seed, row, round, slot); every draw is an inverse CDF of such a float.
@@ -52,7 +52,9 @@ class Sampling:
     def guided(self, logits: Tensor) -> Tensor:
         """[B, G, N, V] -> float32 [B, N, V]: branches combined, divided by the temperature (by 1 where it is 0)."""
         if logits.shape[1] != self.branches:
-            raise ValueError(f"guidance {self.guidance} needs {self.branches} branches, the logits have {logits.shape[1]}")
+            raise ValueError(
+                f"guidance {self.guidance} needs {self.branches} branches, the logits have {logits.shape[1]}"
+            )
         if self.guidance == 1:
             combined = logits[:, 0].float()
         else:

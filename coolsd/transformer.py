@@ -166,7 +166,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def new_cache(self, rows: int, slots: int, valid: Tensor | None = None) -> KVCache:
-        weight = self.layers[0].attention.qkv.weight
+        weight = next(self.parameters())
         return KVCache(
             self.config.layers, rows, slots, self.config.key_heads, self.config.head_dim, valid,
             dtype=weight.dtype, device=weight.device,

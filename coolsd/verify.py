@@ -36,7 +36,7 @@ def residual(target_probs: Tensor, accepted: Tensor) -> Tensor:
 
 
 def bias_of_test(target_probs: Tensor, accepted: Tensor) -> Tensor:
-    """N = sum relu(A - p) over [..., V]: total variation of one test with the optimal resampling. Exactly 0 if A <= p."""
+    """N = sum relu(A - p) over [..., V]: total variation of one test with optimal resampling. Exactly 0 if A <= p."""
     return (accepted - target_probs).relu().sum(-1)
 
 

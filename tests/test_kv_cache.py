@@ -90,7 +90,7 @@ def store_of(cache, row):
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("guidance", [False, True])
 def test_after_rounds_the_cache_equals_one_rebuilt_from_scratch(toy, rng, shape, guidance):
-    target, _ = toy()
+    target, _ = toy(sharpness=1.0)  # values of order 1: float32 rounding stays ten times below the 1e-5 asked for
     parent = chain(3) if shape == "chain" else FORK
     prompt = target.encode(CAPTIONS, guidance)
     branches = prompt.branches
@@ -118,4 +118,5 @@ def test_after_rounds_the_cache_equals_one_rebuilt_from_scratch(toy, rng, shape,
         fresh.keep(None, torch.tensor([len(tokens)] * branches), 4 + len(tokens))
         for branch in range(branches):
             kept, rebuilt = store_of(cache, row * branches + branch), store_of(fresh, branch)
+            assert 0.5 < float(rebuilt.abs().max()) < 10
             torch.testing.assert_close(kept, rebuilt, rtol=0, atol=1e-5)

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration towards U V^T of each matrix [K, rows, columns]; singular values end in about 0.7..1.2."""
+    """Newton-Schulz iteration towards U V^T of each matrix [K, rows, columns]; singular values end near 0.7..1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     tall = x.shape[1] > x.shape[2]

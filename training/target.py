@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from coolsd.decode import generate
 from coolsd.image_tokenizers import load_image_tokenizer
-from coolsd.interfaces import Prompt
+from coolsd.interfaces import Prompt, Round
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
 from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
@@ -171,7 +171,9 @@ class TargetTraining(L.LightningModule):
         flat = self.hyper["flat_fraction"]
         cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (self.progress() - flat) / (1 - flat)))))
         for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = self.hyper["learning_rate"] * cosine * min(1.0, (self.global_step + 1) / self.hyper["warmup_steps"])
+            group["lr"] = (
+                self.hyper["learning_rate"] * cosine * min(1.0, (self.global_step + 1) / self.hyper["warmup_steps"])
+            )
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_index: int) -> None:
         self.seconds += time.monotonic() - self.started
@@ -211,10 +213,11 @@ class TargetTraining(L.LightningModule):
         captions = [held_out[i]["caption"] for i in range(len(held_out))]
         sampling = Sampling(guidance=self.hyper["guidance"])
         entropies: list[Tensor] = []
-        result = generate(
-            self.target, captions, sampling=sampling,
-            observer=lambda r: entropies.append(-(r.target_probs * r.target_probs.clamp(min=1e-12).log()).sum(-1).mean()),
-        )  # fmt: skip
+
+        def note(turn: Round) -> None:
+            entropies.append(torch.special.entr(turn.target_probs).sum(-1).mean())
+
+        result = generate(self.target, captions, sampling=sampling, observer=note)
         self.log("val/guided_entropy", torch.stack(entropies).mean())
         if self.logger is not None and result.images is not None:
             grid = result.images.unflatten(0, (4, 6)).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)

@@ -1,8 +1,8 @@
 """A chain of L tokens from a draft head. Knows the head and its cache; knows no rule and no target.
 
-    round   pending pairs (committed tokens with the target's own hidden states) go through the head in one pass,
-            the last output gives draft 1; each further draft feeds the head its own output.
-    cache   pair 0 1 2 ... n | n+1 .. n+L-1 : the drafted pairs behind the committed ones are overwritten next round.
+round   pending pairs (committed tokens with the target's own hidden states) go through the head in one pass,
+        the last output gives draft 1; each further draft feeds the head its own output.
+cache   pair 0 1 2 ... n | n+1 .. n+L-1 : the drafted pairs behind the committed ones are overwritten next round.
 """
 
 from __future__ import annotations

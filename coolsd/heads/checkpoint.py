@@ -19,7 +19,9 @@ def load_head(folder: str | Path, target: Any, verify: bool = False) -> EagleHea
     path = find_folder(folder)
     config = read_json(path / "config.json")
     if config.get("architecture") != "eagle":
-        raise ValueError(f"{path}/config.json has architecture {config.get('architecture')!r}; a draft head has 'eagle'")
+        raise ValueError(
+            f"{path}/config.json has architecture {config.get('architecture')!r}; a draft head has 'eagle'"
+        )
     own = EagleConfig.from_json(config)
     fingerprint(path, verify)
     if own.target is None:

@@ -1,4 +1,4 @@
-"""EAGLE-1's draft head: one decoder layer that predicts the target's next hidden state (Li et al. 2024, arXiv 2401.15077).
+"""EAGLE-1's draft head: one decoder layer that predicts the target's next hidden state (Li et al. 2024, 2401.15077).
 
 Used unchanged by training and decoding. Knows hidden states and tokens; knows no target, cache format or rule.
 
@@ -53,6 +53,11 @@ class EagleHead(nn.Module):
     With config.own_embedding the embedding is a parameter of the head.
     """
 
+    embedding: Tensor
+    lm_head: Tensor
+    rope: Tensor
+    _feature: Tensor
+
     def __init__(self, config: EagleConfig, embedding: Tensor, lm_head: Tensor, rope: Tensor) -> None:
         super().__init__()
         size = config.transformer.hidden_size
@@ -61,8 +66,13 @@ class EagleHead(nn.Module):
             ("lm_head", lm_head, (config.codebook_size, size)),
         ):
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"the head wants an {name} of shape {list(shape)}, the target has {list(tensor.shape)}")
-        if rope.shape[0] < config.prompt_slots + config.image_tokens or rope.shape[1] * 2 != config.transformer.head_dim:
+                raise ValueError(
+                    f"the head wants an {name} of shape {list(shape)}, the target has {list(tensor.shape)}"
+                )
+        if (
+            rope.shape[0] < config.prompt_slots + config.image_tokens
+            or rope.shape[1] * 2 != config.transformer.head_dim
+        ):
             raise ValueError(
                 f"the head wants {config.prompt_slots + config.image_tokens} positions of head_dim "
                 f"{config.transformer.head_dim}, the target has {rope.shape[0]} of {rope.shape[1] * 2}"

@@ -61,7 +61,9 @@ class CoolSD(_Relaxed):
     length: int | None = None
 
     def __post_init__(self) -> None:
-        _check("CoolSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation; the paper uses 1.1 and 2)")
+        _check(
+            "CoolSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation; the paper uses 1.1 and 2)"
+        )
         _check("CoolSD nu", self.nu, self.nu >= 0, "a number >= 0 (0 = uniform; the paper uses 0.7)")
         if self.floor is not None:
             _check("CoolSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")

@@ -20,7 +20,7 @@ def pick_device(device: str = "auto") -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """"auto" = bfloat16 where the hardware multiplies it natively, else float32 (a CPU without AVX-512 BF16 or AMX
+    """ "auto" = bfloat16 where the hardware multiplies it natively, else float32 (a CPU without AVX-512 BF16 or AMX
     emulates it: measured 5-8 times slower than float32 there)."""
     if isinstance(dtype, torch.dtype):
         return dtype

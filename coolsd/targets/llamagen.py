@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,9 @@ class LlamaGenConfig:
     def from_json(cls, value: dict[str, Any]) -> LlamaGenConfig:
         value = {key: entry for key, entry in value.items() if key != "architecture"}
         try:
-            return cls(**{**value, "transformer": TransformerConfig(**value["transformer"]), "grid": tuple(value["grid"])})
+            return cls(
+                **{**value, "transformer": TransformerConfig(**value["transformer"]), "grid": tuple(value["grid"])}
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the config of a LlamaGen target: {error}") from None
 
@@ -112,12 +114,18 @@ class CaptionSketch(nn.Module):
         """pooled [..., caption_dim] -> [..., T + 1, H]: row n is added to the input that predicts token n."""
         pooled = pooled + self.pooled(pooled)
         plane = self.plane(pooled).unflatten(-1, (self.tokens, self.rank))
-        windows = F.pad(plane, (0, 0, 0, self.reach)).unfold(-2, self.reach, 1).flatten(-2)  # [..., T + 1, rank * reach]
+        windows = (
+            F.pad(plane, (0, 0, 0, self.reach)).unfold(-2, self.reach, 1).flatten(-2)
+        )  # [..., T + 1, rank * reach]
         return self.spread(windows) + self.everywhere(pooled).unsqueeze(-2)
 
 
 class LlamaGen(nn.Module):
     """See `coolsd.interfaces.TargetModel` for the shapes of its methods."""
+
+    rope: Tensor
+    image_tokenizer: Any
+    caption_encoder: Any
 
     def __init__(self, config: LlamaGenConfig, caption_encoder: nn.Module, image_tokenizer: Any = None) -> None:
         super().__init__()
@@ -130,9 +138,13 @@ class LlamaGen(nn.Module):
         self.embedding = nn.Embedding(config.codebook_size, self.hidden_size)
         self.caption_encoder = caption_encoder
         self.caption_projection = CaptionProjection(config.caption_dim, self.hidden_size)
-        self.null_caption = nn.Parameter(torch.randn(config.prompt_slots, config.caption_dim) / math.sqrt(config.caption_dim))
+        self.null_caption = nn.Parameter(
+            torch.randn(config.prompt_slots, config.caption_dim) / math.sqrt(config.caption_dim)
+        )
         self.sketch = (
-            CaptionSketch(config.caption_dim, self.hidden_size, self.image_tokens, config.sketch_rank, config.sketch_reach)
+            CaptionSketch(
+                config.caption_dim, self.hidden_size, self.image_tokens, config.sketch_rank, config.sketch_reach
+            )
             if config.sketch_rank
             else None
         )
@@ -226,7 +238,7 @@ class LlamaGen(nn.Module):
         """What training a draft head needs of this target: the cache carries it, so `fit` never loads the target."""
         return {
             "embedding": self.embedding.weight,
-            "norm": self.transformer.norm.weight,
+            "norm": cast(Tensor, self.transformer.norm.weight),
             "lm_head": self.lm_head.weight,
             "rope": self.rope,
         }
