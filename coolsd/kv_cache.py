@@ -38,6 +38,7 @@ class KVCache:
         self.store = torch.zeros(layers, rows * slots, 2 * kv_heads, head_dim, dtype=dtype, device=device)
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
+        self.step = 32  # attention reads a multiple of this many slots; `slots` gives compiled code one shape
         self.first_slot = torch.arange(rows, device=device)[:, None] * slots
         self.key_slot = torch.arange(slots, device=device)
         self.valid: Tensor | None = None
@@ -54,7 +55,7 @@ class KVCache:
         """
         if self.longest + nodes > self.slots:
             raise ValueError(f"{nodes} nodes behind {self.longest} tokens do not fit into {self.slots} cache slots")
-        reach = min(self.slots, (self.longest + nodes + 31) // 32 * 32)
+        reach = min(self.slots, -(-(self.longest + nodes) // self.step) * self.step)
         offset = torch.arange(nodes, device=self.length.device)
         flat = (self.first_slot + self.length[:, None] + offset).view(-1)
         relative = self.key_slot[None, None, :reach] - self.length[:, None, None]  # [R, 1, S]; 0.. are the new nodes

@@ -142,9 +142,8 @@ def markdown(results: dict[str, Any]) -> str:
 def show(results: dict[str, Any]) -> None:
     """Print the means, as many of them as fit into 80 columns."""
     rows = [[row[i] for i in SHOWN] for row in cells(results, intervals=False)]
-    table = Table(*(HEADER[i] for i in SHOWN), box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column, texts in zip(table.columns, zip(*rows, strict=True), strict=True):
-        column.min_width = max(map(len, texts))  # a narrow terminal wraps headers, not numbers
+    header = (HEADER[i].replace(" ", "\n", 1) for i in SHOWN)
+    table = Table(*header, box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*map(rich.markup.escape, row))
     Console().print(table)

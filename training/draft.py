@@ -33,8 +33,8 @@ class DraftTraining(L.LightningModule):
     intermediate_size 0 = 8/3 of the hidden size. heads 0 = as many as give the target's head_dim. noise: uniform noise
     on the input hidden states, +- this many of their standard deviations. unroll: how many steps the head is run on its
     own output (1 = EAGLE-1; later steps weigh half as much each). Learning rate: linear warm-up, then
-    cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode `captions` held-out captions
-    before and after training (0 = never) and print their accepted length.
+    cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode `captions` held-out
+    captions before and after training (0 = never) and print their accepted length.
     """
 
     def __init__(

@@ -63,5 +63,5 @@ def load_target(
             object.__setattr__(target, "image_tokenizer", load_image_tokenizer(candidate, place, torch.float32))
             break
     if compile:
-        target.transformer = torch.compile(target.transformer, dynamic=False)
+        target.transformer.compile(dynamic=False)
     return target
