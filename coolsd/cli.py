@@ -35,16 +35,19 @@ COMMANDS = {  # name: (module:function, what it does)
     "cache": ("data.features:main", "info and verify: look into a feature cache, check its bytes"),
 }
 
-# glibc gives a freed tensor back to the kernel and faults it in anew: an eager training step on CPU took 13 s
-# instead of 1.65 s.  And OpenMP's waiting threads spin, which starves whatever else runs.  Both are read once,
-# before Python starts, so the heavy commands set them and execute themselves again.
-HEAVY = {"quickstart", "generate", "extract", "fit", "validate", "test", "predict", "evaluate", "bench"}
-PROCESS_SETTINGS = {
+# Read once, before Python starts, so these commands set them and execute themselves again. glibc gives a freed tensor
+# back to the kernel and faults it in anew: an eager training step on CPU took 13 s instead of 1.65 s. OpenMP's waiting
+# threads spin, which starves data loaders and neighbours during a training; decoding at batch 1, thousands of short
+# parallel regions a second, needs the spinning (12 layers: 17 ms a token with it, 24 ms without).
+ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "16000000000",
     "MALLOC_TOP_PAD_": "268435456",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
+}
+THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+PROCESS_SETTINGS = {
+    **dict.fromkeys(("fit", "extract", "validate", "test", "predict"), ALLOCATOR | THREADS),
+    **dict.fromkeys(("quickstart", "generate", "evaluate", "bench"), ALLOCATOR),
 }
 
 MISTAKES = (ValueError, argparse.ArgumentError)  # a user's, when our own code raises them
@@ -64,8 +67,8 @@ def main(args: list[str] | None = None) -> int:
     name, rest = args[0], args[1:]
     if name not in COMMANDS:
         return tell("coolsd", f"no command named {name!r}; {nearest(name, COMMANDS, 'see coolsd --help')}")
-    if from_shell and name in HEAVY and sys.platform == "linux":
-        _execute_with_process_settings()
+    if from_shell and sys.platform == "linux":
+        _execute_with(PROCESS_SETTINGS.get(name, {}))
     try:
         return _load(name)(rest) or 0
     except KeyboardInterrupt:
@@ -177,12 +180,12 @@ def _needs_repository(error: Exception) -> bool:
     return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("training", "data")
 
 
-def _execute_with_process_settings() -> None:
-    """Start this very command again with PROCESS_SETTINGS; once, and the processes Lightning starts inherit them."""
-    if os.environ.get("COOLSD_PROCESS_SETTINGS") or all(key in os.environ for key in PROCESS_SETTINGS):
+def _execute_with(settings: dict[str, str]) -> None:
+    """Start this very command again with these environment variables, unless all are set (to whatever value) already;
+    the processes Lightning starts inherit them."""
+    if all(key in os.environ for key in settings):
         return
-    os.environ["COOLSD_PROCESS_SETTINGS"] = "1"
-    for key, value in PROCESS_SETTINGS.items():
+    for key, value in settings.items():
         os.environ.setdefault(key, value)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -111,6 +111,8 @@ def generate(
         raise ValueError(f"{len(rows)} rows for {len(captions)} captions; give one global index per caption")
     if rule is None and drafter.depth:
         raise ValueError("a drafter needs a rule: pass rule=coolsd.Vanilla() for lossless decoding, or a relaxed one")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}, but must be an integer from 0 to 2^63 - 1")
     device, total, depth = target.device, target.image_tokens, drafter.depth
     clock = Clock(device)
     relaxation = rule.schedule(depth).to(device) if hasattr(rule, "schedule") else torch.ones(depth, device=device)

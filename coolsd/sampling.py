@@ -32,7 +32,7 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, ">= 0"),
-            ("top_k", self.top_k, self.top_k >= 0 and int(self.top_k) == self.top_k, "an integer >= 0 (0 = off)"),
+            ("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "an integer >= 0 (0 = off)"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1] (1 = off)"),
             ("guidance", self.guidance, math.isfinite(self.guidance) and self.guidance >= 1, ">= 1 (1 = off)"),
         )

@@ -95,16 +95,40 @@ class EpochSampler(DistributedSampler):
     def __init__(self, samples: int, seed: int, rank: int, world_size: int, shuffle: bool = True) -> None:
         super().__init__(range(samples), world_size, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
         self.samples = samples
+        self.start = 0  # a pass leaves out so many of its first samples
 
     def __iter__(self) -> Iterator[int]:
         order = torch.arange(self.samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.samples, generator=generator)
-        return iter(order[self.rank :: self.num_replicas][: len(self)].tolist())
+        return iter(order[self.rank :: self.num_replicas][self.start : len(self)].tolist())
 
     def __len__(self) -> int:
         return self.samples // self.num_replicas
+
+
+class ResumableLoader(DataLoader):
+    """A loader whose place in the epoch is part of Lightning's checkpoint: a resumed run neither repeats nor skips.
+
+    Iterating is lazy, so that worker processes start only after Lightning has told the sampler its epoch.
+    """
+
+    begin = 0  # batches that the next pass leaves out
+    delivered = 0  # batches of this pass so far
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.delivered, self.begin = self.begin, 0
+        self.sampler.start = self.delivered * (self.batch_size or 1)  # type: ignore[attr-defined]
+        for batch in super().__iter__():
+            self.delivered += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"delivered": self.delivered}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["delivered"] % len(self)
 
 
 class FeatureModule(L.LightningDataModule):
@@ -177,7 +201,7 @@ class FeatureModule(L.LightningDataModule):
         rows, trainer = self._rows[training], self.trainer
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         sampler = EpochSampler(len(rows), self.seed, rank, world_size, shuffle=training)
-        return DataLoader(
+        return ResumableLoader(
             rows,
             self.batch_size,
             sampler=sampler,

@@ -1,4 +1,4 @@
-"""A mistake at the keyboard gives exit code 2 and one sentence that says what to do; a fault of ours keeps its traceback."""
+"""A mistake at the keyboard gives exit code 2 and one sentence; a fault of ours keeps its traceback."""
 
 import os
 import subprocess
@@ -117,20 +117,22 @@ def test_a_wheel_says_to_clone_the_repository(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_heavy_commands_run_with_the_process_settings_once():
-    show = "import os, sys, coolsd.cli as c; c._load = lambda name: lambda args: print(os.environ.get('MALLOC_TOP_PAD_'), os.getpid(), args); c.main()"
-    clean = {
-        key: value for key, value in os.environ.items() if key not in (*cli.PROCESS_SETTINGS, "COOLSD_PROCESS_SETTINGS")
-    }
+    show = (
+        "import os, coolsd.cli as cli\n"
+        "cli._load = lambda name: lambda args: print(os.environ.get('MALLOC_TOP_PAD_'), args)\n"
+        "cli.main()"
+    )
+    clean = {key: value for key, value in os.environ.items() if key not in (*cli.ALLOCATOR, *cli.THREADS)}
 
     def shown(command, **settings):
         done = subprocess.run(
             [sys.executable, "-c", show, command, "--x", "a b"], cwd=ROOT, capture_output=True, text=True, check=True,
             env={**clean, **settings},
         )  # fmt: skip
-        value, _, args = done.stdout.strip().split(" ", 2)
+        value, args = done.stdout.strip().split(" ", 1)
         assert args == "['--x', 'a b']"
         return value
 
-    assert shown("fit") == cli.PROCESS_SETTINGS["MALLOC_TOP_PAD_"]
+    assert shown("fit") == cli.ALLOCATOR["MALLOC_TOP_PAD_"]
     assert shown("fit", MALLOC_TOP_PAD_="7") == "7"  # the user's own value stays
     assert shown("cache") == "None"

@@ -7,8 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.targets import load_target
@@ -257,6 +259,42 @@ def test_the_order_is_a_function_of_seed_and_epoch(world_size):
     shares = epoch(5)
     assert {len(share) for share in shares} == {11 // world_size}
     assert len({index for share in shares for index in share}) == 11 // world_size * world_size
+
+
+class Recorder(L.LightningModule):
+    """Learns nothing, notes which captions each epoch brought in which order."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = {}
+
+    def training_step(self, batch, batch_idx):
+        self.seen.setdefault(self.current_epoch, []).extend(batch["captions"])
+        return self.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("steps", [5, 7, 10])  # 5 batches an epoch: after the first, amid the second, after the second
+def test_a_resumed_run_continues_where_it_stopped(cache, tmp_path, workers, steps):
+    def run(steps, resume=None):
+        module, data = Recorder(), FeatureModule(str(cache.folder), batch_size=2, held_out=0, workers=workers)
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=steps, default_root_dir=tmp_path, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, use_distributed_sampler=False,
+            callbacks=[ModelCheckpoint(tmp_path / str(steps), save_last=True, every_n_train_steps=1)],
+        )  # fmt: skip
+        trainer.fit(module, data, ckpt_path=resume)
+        return module.seen
+
+    straight = run(15)
+    begun = run(steps)
+    resumed = run(15, tmp_path / str(steps) / "last.ckpt")
+    assert {epoch: begun.get(epoch, []) + resumed.get(epoch, []) for epoch in range(3)} == straight
+    assert straight[0] != straight[1] != straight[2] and sorted(straight[0]) == sorted(straight[1])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

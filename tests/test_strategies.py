@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coolsd.cli import main
 from coolsd.transformer import grid_rope
 from data.features import CachedSample, CacheSettings, FeatureCacheWriter
 
@@ -37,32 +38,49 @@ def cache(tmp_path_factory):
     return folder
 
 
-def coolsd(*arguments):
-    command = [sys.executable, "-m", "coolsd.cli", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def trained(cache, folder, batch_size, *more):
-    """Weights of a head after two epochs, as `coolsd export` writes them."""
+def trained(cache, folder, batch_size, *more, run=main):
+    """Weights of a head after two epochs, as `coolsd export` writes them. run(arguments) is the command, 0 = fine."""
     (folder / "recipe.yaml").write_text(RECIPE.replace("CACHE", str(cache)))
-    coolsd("fit", "--config", folder / "recipe.yaml", "--data.batch_size", batch_size, "--out", folder / "run", *more)
-    coolsd("export", folder / "run", "--out", folder / "head", "--trust", "true")
+    where = ["--data.batch_size", str(batch_size), "--out", str(folder / "run")]
+    assert run(["fit", "--config", str(folder / "recipe.yaml"), *where, *more]) == 0
+    assert main(["export", str(folder / "run"), "--out", str(folder / "head"), "--trust", "true"]) == 0
     return load_file(folder / "head" / "model.safetensors")
+
+
+def in_processes(arguments):
+    """Lightning starts the other processes by running the command line again, so this one needs its own."""
+    return subprocess.run([sys.executable, "-m", "coolsd.cli", *arguments], cwd=ROOT, timeout=1200).returncode
 
 
 @pytest.fixture(scope="module")
 def plain(cache, tmp_path_factory):
-    return trained(cache, tmp_path_factory.mktemp("plain"), 8)
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, trained(cache, folder, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_zero_2_trains_the_head_that_one_process_trains(cache, plain, tmp_path, processes):
-    more = ["--config", OVERLAY, "--trainer.devices", processes]
-    sharded = trained(cache, tmp_path, 8 // processes, *more)
+    more = ["--config", str(OVERLAY), "--trainer.devices", str(processes)]
+    sharded, expected = trained(cache, tmp_path, 8 // processes, *more, run=in_processes), plain[1]
     assert list((tmp_path / "run" / "checkpoints").glob("*.ckpt/checkpoint/*_optim_states.pt"))  # really DeepSpeed's
-    assert sharded.keys() == plain.keys()
-    for name in plain:  # Adam divides by small second moments: rounding shows in the fourth digit of a step of 1e-3
-        torch.testing.assert_close(sharded[name], plain[name], atol=2e-4, rtol=1e-3)
+    assert sharded.keys() == expected.keys()
+    for name in expected:  # Adam divides by small second moments: rounding shows in the fourth digit of a step of 1e-3
+        torch.testing.assert_close(sharded[name], expected[name], atol=2e-4, rtol=1e-3)
+
+
+def test_sharded_state_is_unpickled_only_when_trusted(tmp_path, capfd):
+    (tmp_path / "run" / "checkpoints" / "last.ckpt" / "checkpoint").mkdir(parents=True)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "head")]) == 2
+    assert "--trust" in capfd.readouterr().err
+
+
+def test_a_second_run_in_the_same_folder_goes_on(cache, plain, capfd):
+    folder, _ = plain
+    again = ["fit", "--config", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--data.batch_size", "8"]
+    assert (
+        main([*again, "--trainer.max_epochs", "3", "--ckpt_path", str(next((folder / "run").glob("**/*.ckpt")))]) == 0
+    )
+    assert "Restored all states" in capfd.readouterr().err
+    assert (folder / "run" / "config.yaml").read_text().count("max_epochs: 3") == 1
+    assert sorted((folder / "run" / "checkpoints").glob("epoch=2*"))

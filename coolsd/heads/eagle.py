@@ -99,7 +99,10 @@ class EagleHead(nn.Module):
         return self
 
     def prepare(self) -> EagleHead:
-        """Fold the embedding half of fc into a table [V + 1, H], so that a draft step multiplies half as much."""
+        """Fold the embedding half of fc into a table [V + 1, H], so that a draft step multiplies half as much.
+
+        For frozen weights: call it again after loading others.
+        """
         size = self.config.transformer.hidden_size
         with torch.no_grad():
             table = torch.cat([self.embedding, self.prefix_embedding[None]])
