@@ -371,6 +371,15 @@ def test_an_interrupted_extraction_resumes_to_equal_shards(checkpoint, extracted
         extract(arguments(checkpoint, tmp_path / "cache", "--model.cache_dtype", "bfloat16"))
 
 
+def test_the_recipe_extracts(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    where = ["--model.init_args.cache", str(tmp_path / "cache"), "--model.init_args.target", str(checkpoint)]
+    extract(["--config", "recipes/emoji/extract.yaml", *where, "--data.init_args.limit", "5"])
+    cache = FeatureCache(tmp_path / "cache")
+    cache.verify()
+    assert len(cache) == 5 and cache.settings.branches == 2 and cache.settings.dtype == "bfloat16"
+
+
 def test_the_target_can_draw_the_images_itself(checkpoint, tmp_path):
     from coolsd.decode import generate
     from coolsd.sampling import Sampling
