@@ -126,12 +126,26 @@ def argument_parser(command: str, description: str) -> jsonargparse.ArgumentPars
     import jsonargparse
 
     class Parser(jsonargparse.ArgumentParser):
+        def parse_args(self, args: Any = None, **settings: Any) -> Any:
+            """--images-per-prompt and --images_per_prompt are one option."""
+            dashed = re.compile(r"--[\w.-]+")
+            args = (
+                None
+                if args is None
+                else [dashed.sub(_underscored, arg, count=1) if arg[:2] == "--" else arg for arg in args]
+            )
+            return super().parse_args(args, **settings)
+
         def error(self, message: str, ex: Exception | None = None) -> Any:
             raise argparse.ArgumentError(None, explain(message, option_names(self))) from ex
 
     parser = Parser(prog=f"coolsd {command}", description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     return parser
+
+
+def _underscored(option: re.Match[str]) -> str:
+    return "--" + option[0][2:].replace("-", "_")
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:

@@ -91,9 +91,10 @@ def test_the_first_draft_has_loss_and_captions_have_none(features):
         goals[..., slot, :] += 1.0
         captured = {}
         original = module._losses
-        module._losses = lambda predicted, goal, trained, branches: captured.update(
-            loss=original(predicted, goals.flatten(0, 1)[:, 1:], trained, branches)
-        ) or original(predicted, goal, trained, branches)
+        module._losses = lambda predicted, goal, trained, branches: (
+            captured.update(loss=original(predicted, goals.flatten(0, 1)[:, 1:], trained, branches))
+            or original(predicted, goal, trained, branches)
+        )
         module.training_step(batch, 0)
         module._losses = original
         return captured["loss"]["feature"] + 0.1 * captured["loss"]["classification"]

@@ -68,7 +68,12 @@ class CoolSD(_Relaxed):
         if self.floor is not None:
             _check("CoolSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
         if self.length is not None:
-            _check("CoolSD length", self.length, self.length >= 1 and int(self.length) == self.length, "None or an integer >= 1")
+            _check(
+                "CoolSD length",
+                self.length,
+                self.length >= 1 and int(self.length) == self.length,
+                "None or an integer >= 1",
+            )
 
     def schedule(self, length: int) -> Tensor:
         span = self.length or length
