@@ -48,7 +48,8 @@ class DraftTree:
     draft_probs: float32 [B, I, V], row i = the distribution from which the children of node i were drawn
     (I = 1 + the last node that has children; without replacement among siblings).
     chosen: the children are the draft's top tokens instead of samples. present: bool [B, N] or None (= all);
-    an absent node is never tested, and behind an absent sibling all later ones are absent. A chain is the tree with parent (-1, 0, 1, ...).
+    an absent node is never tested, and behind an absent sibling all later ones are absent.
+    A chain is the tree with parent (-1, 0, 1, ...).
     """
 
     tokens: Tensor

@@ -33,7 +33,7 @@ def test_head_of_another_target_is_refused(target, tmp_path: Path):
     with torch.no_grad():
         other.lm_head.weight.add_(1)
     other.save(tmp_path / "target")
-    with pytest.raises(ValueError, match="was trained on target@.*but the target is target@"):
+    with pytest.raises(ValueError, match=r"was trained on target@.*but the target is target@"):
         coolsd.load_head("emoji/draft", coolsd.load_target(tmp_path / "target", device="cpu"))
 
 

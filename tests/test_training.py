@@ -44,7 +44,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(rng):
     """Five steps of the quintic iteration leave them in about [0.68, 1.13] (Jordan et al. 2024)."""
     for shape in ((4, 24, 64), (2, 64, 24)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(*shape, generator=rng)))
-        assert 0.6 < values.min() and values.max() < 1.25
+        assert values.min() > 0.6 and values.max() < 1.25
 
 
 def test_muon_and_adamw_both_descend(rng):
@@ -81,7 +81,7 @@ def training_of(head, **settings) -> DraftTraining:
 
 
 def test_the_first_draft_has_loss_and_captions_have_none(features):
-    """Changing the hidden state after the first image token changes the loss; those of caption slots do not as goals."""
+    """Changing the hidden state after the first image token changes the loss; those of caption slots do not."""
     head, batch = features
     module = training_of(head)
     base = module.training_step(batch, 0)
