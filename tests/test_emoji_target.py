@@ -11,7 +11,7 @@ from coolsd.checkpoint import CHECKPOINTS
 from data.emoji.dataset import items
 
 SAMPLING = coolsd.Sampling(guidance=1.5)
-IMAGES, BATCH = 512, 128
+IMAGES, BATCH = 96, 48
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def marginal_p_value(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_vanilla_chain_has_the_law_of_plain_decoding(target):
-    """Token marginals at 8 positions over 512 images each; Bonferroni bound 0.001 / 8, and a control that must fail."""
+    """Token marginals at 8 positions over 96 images each; Bonferroni bound 0.001 / 8, and a control that must fail."""
     captions = [item.caption for item in items("combo")[:IMAGES]]
     drafter = coolsd.Chain(coolsd.load_head("emoji/draft", target))
     drawn: dict[str, torch.Tensor] = {}
