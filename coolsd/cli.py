@@ -126,7 +126,7 @@ def argument_parser(command: str, description: str) -> jsonargparse.ArgumentPars
     import jsonargparse
 
     class Parser(jsonargparse.ArgumentParser):
-        def parse_args(self, args: Any = None, **settings: Any) -> Any:
+        def parse_args(self, args: Any = None, **settings: Any) -> Any:  # type: ignore[override]
             """--images-per-prompt and --images_per_prompt are one option."""
             dashed = re.compile(r"--[\w.-]+")
             args = (
