@@ -63,6 +63,21 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("coolsd ")
 
 
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict", "extract"])
+def test_help_of_lightnings_verbs_does_not_wait_for_lightning(verb):
+    code = (
+        f"from coolsd import cli; import sys; assert cli.main(['{verb}', '--help']) == 0; print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
+    assert f"coolsd {verb} --config" in shown and shown.endswith("False\n")
+
+
+def test_help_all_is_lightnings_own(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["fit", "--help", "all"])
+    assert stop.value.code == 0 and "--trainer.accumulate_grad_batches" in capsys.readouterr().out
+
+
 def test_a_pickle_that_runs_a_command_is_refused(tmp_path, capfd):
     class Payload:
         def __reduce__(self):

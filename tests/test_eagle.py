@@ -178,7 +178,7 @@ def test_chain_drafts_as_a_head_run_from_scratch(toy_copy, sampling, mask_pads):
         observer=lambda seen: rounds.append((seen.tree, seen.active.clone())),
     )  # fmt: skip
     committed = 1 + torch.cat([torch.zeros(4, 1, dtype=torch.long), result.emitted.cumsum(1)], 1)
-    assert len(set(result.emitted.flatten().tolist())) > 2  # rows accept different lengths
+    assert (result.emitted.amin(0) < result.emitted.amax(0)).any()  # rows accept different lengths
     for turn, (tree, active) in enumerate(rounds):
         for row in active.nonzero().flatten().tolist():
             tokens = result.tokens[row, : int(committed[row, turn])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ class CheckpointsExist(Callback):
 
 class CLI(LightningCLI):
     """--out FOLDER is the run: config.yaml, TensorBoard events and checkpoints/ lie in it; a second run adds to it."""
+
+    def __init__(self, verb: str, **options: Any) -> None:
+        self.verb = verb
+        super().__init__(**options)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the verb that is asked for: the options of each cost seconds to collect."""
+        verbs = super().subcommands()
+        return {self.verb: verbs[self.verb]} if self.verb in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--out", type=str, default=None, help="Folder of the run; wins over the recipe's logger.")
@@ -96,22 +106,6 @@ def main(args: list[str] | None = None) -> None:
     _run(args)
 
 
-def fit(args: list[str]) -> None:
-    _run(["fit", *args])
-
-
-def validate(args: list[str]) -> None:
-    _run(["validate", *args])
-
-
-def test(args: list[str]) -> None:
-    _run(["test", *args])
-
-
-def predict(args: list[str]) -> None:
-    _run(["predict", *args])
-
-
 def extract(args: list[str]) -> None:
     """Lightning's predict with training.extraction; the cache's own settings.json says how it was made."""
     defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
@@ -142,6 +136,7 @@ def _run(args: list[str] | None, save_config_callback: type[SaveConfigCallback] 
     # advertisements of other products, several lines a run
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
     CLI(
+        (args or sys.argv[1:] or [""])[0],
         args=args,
         parser_class=Parser,
         seed_everything_default=0,
