@@ -123,7 +123,7 @@ def test_cached_pass_equals_the_teacher_forced_one(toy, rng, guidance, sketch):
         tree = DraftTree(tokens[:, start : start + count], chain(count - 1), torch.empty(3, 0, 5))
         output = target.score(tree, prompt, cache)
         behind = slice(4 + start, 4 + start + count)
-        torch.testing.assert_close(output.hidden_states, forced.hidden_states[:, :, behind], rtol=0, atol=2e-5)
+        torch.testing.assert_close(output.hidden_states, forced.hidden_states[:, :, behind], rtol=0, atol=1e-4)
         wanted = forced.logits[:, :, start + 1 : start + count + 1]
         torch.testing.assert_close(output.logits[:, :, : wanted.shape[2]], wanted, rtol=0, atol=1e-4)
         start += count
@@ -155,7 +155,7 @@ def test_tree_logits_equal_path_logits(toy, rng, guidance):
             forced = target.forced(alone, tokens)
             torch.testing.assert_close(output.logits[row, :, node], forced.logits[0, :, -1], rtol=0, atol=1e-4)
             torch.testing.assert_close(
-                output.hidden_states[row, :, node], forced.hidden_states[0, :, -2], rtol=0, atol=2e-5
+                output.hidden_states[row, :, node], forced.hidden_states[0, :, -2], rtol=0, atol=1e-4
             )
 
 
@@ -182,7 +182,7 @@ def test_rows_do_not_see_each_other(toy):
     tokens = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]] * 3)
     together = target.forced(target.encode(CAPTIONS, True), tokens).logits
     alone = [target.forced(target.encode([caption], True), tokens[:1]).logits for caption in CAPTIONS]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=2e-5)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-4)
     assert (together[0] - together[1]).abs().max() > 0.1  # captions matter
     assert (together[:, 0] - together[:, 1]).abs().max() > 0.1  # and so does having one
 
@@ -195,9 +195,9 @@ def test_guidance_branches_equal_separate_runs(toy, rng):
     for branch in (0, 1):
         inputs = {name: tensor[:, branch : branch + 1] for name, tensor in both.inputs.items()}
         alone = target.forced(Prompt(both.captions, both.mask[:, branch : branch + 1], inputs), tokens).logits
-        torch.testing.assert_close(logits[:, branch : branch + 1], alone, rtol=0, atol=2e-5)
+        torch.testing.assert_close(logits[:, branch : branch + 1], alone, rtol=0, atol=1e-4)
     plain = target.forced(target.encode(CAPTIONS, guidance=False), tokens).logits
-    torch.testing.assert_close(logits[:, :1], plain, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits[:, :1], plain, rtol=0, atol=1e-4)
 
 
 def test_captions_are_left_padded_cut_and_never_empty(toy):

@@ -132,7 +132,7 @@ def test_cached_equals_uncached(rng, random_transformer, config):
         parts.append(model(x[:, start : start + count], rope[:, start : start + count], mask, cache, flat))
         start += count
         cache.keep(None, torch.tensor([count, count]), start)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=2e-5)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-4)
 
 
 def test_tree_output_equals_each_path_alone(rng, random_transformer):
@@ -150,7 +150,7 @@ def test_tree_output_equals_each_path_alone(rng, random_transformer):
     for node in range(6):
         path = ancestors(parent, torch.device("cpu"))[node].nonzero().flatten()
         alone = model(torch.cat([prefix, nodes[:, path]], 1), rope[None, : 3 + len(path)])
-        torch.testing.assert_close(tree[0, node], alone[0, -1], rtol=0, atol=2e-5)
+        torch.testing.assert_close(tree[0, node], alone[0, -1], rtol=0, atol=1e-4)
 
 
 def test_impossible_shapes_are_refused():
