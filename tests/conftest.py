@@ -4,6 +4,7 @@ Nothing here is imported by name: torch_fidelity installs a top-level package ca
 """
 
 import copy
+import dataclasses
 import functools
 import math
 
@@ -14,7 +15,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from coolsd.heads.checkpoint import save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
+from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
 from coolsd.transformer import TransformerConfig
 
@@ -58,6 +61,19 @@ def toy():
 @pytest.fixture(scope="session")
 def toy_copy():
     return lambda **shape: copy.deepcopy(_toy(**shape))
+
+
+@pytest.fixture(scope="session")
+def saved_toy(tmp_path_factory):
+    """Folder with a toy pair as target/ and draft/ and a random image tokenizer: 3 x 3 tokens, 12 pixels."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target, head = copy.deepcopy(_toy())
+    torch.manual_seed(0)
+    LlamaGenVQ(LlamaGenVQConfig(12, 5, 8, True, 8, 8, (1, 1), 1, 2, 4)).save(folder / "tokenizer")
+    target.save(folder / "target")
+    head.config = dataclasses.replace(head.config, target=target.fingerprint)
+    save_head(head, folder / "draft")
+    return folder
 
 
 @pytest.fixture

@@ -1,18 +1,14 @@
 """`coolsd evaluate` on a toy target: results.json is strict JSON, complete, and follows from its own raw numbers."""
 
-import dataclasses
 import json
 import math
 import statistics
 
 import pytest
-import torch
 from PIL import Image
 from scipy import stats
 
 from coolsd import cli, evaluate, results
-from coolsd.heads.checkpoint import save_head
-from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
 
 CAPTIONS = ["a b", "../../x", "<script>alert(1)</script>", "c"]
 METHODS = """
@@ -26,18 +22,12 @@ methods:
 
 
 @pytest.fixture(scope="module")
-def command(toy_copy, tmp_path_factory):
-    """`evaluate` of three methods with a saved toy pair and a random image tokenizer: 3 x 3 tokens, 12 pixels."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    target, head = toy_copy()
-    torch.manual_seed(0)
-    LlamaGenVQ(LlamaGenVQConfig(12, 5, 8, True, 8, 8, (1, 1), 1, 2, 4)).save(folder / "tokenizer")
-    target.save(folder / "target")
-    head.config = dataclasses.replace(head.config, target=target.fingerprint)
-    save_head(head, folder / "draft")
-    (folder / "evaluate.yaml").write_text(METHODS)
+def command(saved_toy, tmp_path_factory):
+    """`evaluate` of three methods with the saved toy pair."""
+    recipe = tmp_path_factory.mktemp("recipe") / "evaluate.yaml"
+    recipe.write_text(METHODS)
     return [
-        "--config", str(folder / "evaluate.yaml"), "--target", str(folder / "target"), "--head", str(folder / "draft"),
+        "--config", str(recipe), "--target", str(saved_toy / "target"), "--head", str(saved_toy / "draft"),
         "--dtype", "float32", "--prompts", json.dumps(CAPTIONS), "--repeats", "2",
     ]  # fmt: skip
 
