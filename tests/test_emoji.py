@@ -129,7 +129,7 @@ def test_resized_emoji_has_no_fringe(rows):
     # a heart is one flat colour, so each channel must lie between that colour and the background
     item = next(i for i in items("train") if (i.name, i.style, i.background) == ("green heart", "twemoji", "yellow"))
     colour = alpha_image(rows, item)[SIZE // 2, SIZE // 2, :3].astype(int)
-    for scale in emoji.JITTER_SCALES:
+    for scale in range(emoji.SMALLEST, 65):
         image = render(item, scale).astype(int)
         low, high = np.minimum(colour, BACKGROUNDS["yellow"]), np.maximum(colour, BACKGROUNDS["yellow"])
         assert (image >= low - 2).all() and (image <= high + 2).all()

@@ -76,22 +76,28 @@ def deepen(shallow: dict[str, Tensor], layers: int, deep_layers: int) -> dict[st
 
 
 class EmojiCaptions(L.LightningDataModule):
-    """Captioned core emojis: jittered training combinations, held-out combinations for validation."""
+    """Captioned core emojis: jittered training combinations, held-out combinations for validation.
 
-    def __init__(self, batch_size: int = 16, held_out_images: int = 64, seed: int = 0) -> None:
+    smallest: pixels; the less the jitter, the sooner the target knows an emoji by heart.
+    """
+
+    def __init__(self, batch_size: int = 16, held_out_images: int = 64, seed: int = 0, smallest: int = 60) -> None:
         super().__init__()
-        self.batch_size, self.held_out_images, self.seed = batch_size, held_out_images, seed
+        self.batch_size, self.held_out_images, self.seed, self.smallest = batch_size, held_out_images, seed, smallest
+
+    def images(self, split: str, seed: int, limit: int | None = None) -> EmojiImages:
+        return EmojiImages(split, core=True, seed=seed, limit=limit, smallest=self.smallest)
 
     def train_dataloader(self) -> DataLoader:
-        dataset = EmojiImages("train", core=True, seed=self.seed)
+        dataset = self.images("train", self.seed)
         return DataLoader(dataset, self.batch_size, sampler=EpochOrder(dataset, self.seed), drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(EmojiImages("combo", core=True, seed=self.seed, limit=self.held_out_images), self.batch_size)
+        return DataLoader(self.images("combo", self.seed, self.held_out_images), self.batch_size)
 
     def test_dataloader(self) -> DataLoader:
-        """Training captions in a jitter that training never drew."""
-        self.test_images = EmojiImages("train", core=True, seed=self.seed + 1)
+        """Training captions in a jitter that training did not draw in its first pass."""
+        self.test_images = self.images("train", self.seed + 1)
         order = torch.randperm(len(self.test_images), generator=torch.Generator().manual_seed(0))
         return DataLoader(self.test_images, self.batch_size, sampler=order[: self.held_out_images].tolist())
 

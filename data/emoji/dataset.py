@@ -41,7 +41,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "brown": (120, 75, 45),
 }
 COMBO_FRACTION = 0.1  # of (name, style, background), kept from training though each part is seen there
-JITTER_SCALES = (60, 61, 62, 63, 64)  # pixels
+SMALLEST = 60  # pixels, of a jittered emoji
 STILL_SCALE = 62  # pixels, without jitter
 
 
@@ -85,12 +85,21 @@ def render(item: EmojiItem, scale: int = SIZE, left: int = 0, top: int = 0) -> n
 class EmojiImages(torch.utils.data.Dataset):
     """Composed images with captions; with `jitter` a little larger or smaller, and moved, each epoch.
 
-    limit: a stable spread-out choice of so many items; a smaller limit is contained in a larger one.
+    smallest: jittered emojis are smallest to 64 pixels wide. limit: a stable spread-out choice of so many items; a smaller limit is contained in a larger one.
     """
 
     def __init__(
-        self, split: str, core: bool = True, jitter: bool = True, seed: int = 0, limit: int | None = None
+        self,
+        split: str,
+        core: bool = True,
+        jitter: bool = True,
+        seed: int = 0,
+        limit: int | None = None,
+        smallest: int = SMALLEST,
     ) -> None:
+        if not 1 <= smallest <= SIZE:
+            raise ValueError(f"smallest is {smallest} pixels, but the canvas has {SIZE}; give 1 to {SIZE}")
+        self.smallest = smallest
         self.items = _limited(items(split, core), limit)
         self.jitter = jitter
         self.seed = seed
@@ -110,7 +119,7 @@ class EmojiImages(torch.utils.data.Dataset):
             return STILL_SCALE, (SIZE - STILL_SCALE) // 2, (SIZE - STILL_SCALE) // 2
         key = struct.pack("<3q", self.seed, int(self._epoch), index)
         a, b, c = struct.unpack("<3Q", hashlib.blake2b(key, digest_size=24).digest())
-        scale = JITTER_SCALES[a % len(JITTER_SCALES)]
+        scale = self.smallest + a % (SIZE - self.smallest + 1)
         free = SIZE - scale + 1
         return scale, b % free, c % free
 
