@@ -134,14 +134,14 @@ def chart(results: dict[str, Any]) -> bytes:
                 left = [a + b for a, b in zip(left, width, strict=True)]
             axis.bar_label(axis.containers[-1], [f" {row['speedup']:.2f}x" for row in rows], fontsize=8)
             axis.set_title("seconds per image, and speed-up", fontsize=10)
-            axis.legend(fontsize=7, frameon=False, loc="best")
+            axis.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
             axis.margins(x=0.12)
             continue
         key, title = panel
         means = [(row[key] or {"mean": 0.0})["mean"] for row in rows]
         halves = [row[key]["ci95"][1] - row[key]["mean"] if row[key] and row[key]["ci95"] else 0.0 for row in rows]
         bars = axis.barh(names, means, xerr=halves, color=colours, error_kw={"lw": 1, "ecolor": "#333"})
-        axis.bar_label(bars, [f" {mean:.3g}" for mean in means], fontsize=8)
+        axis.bar_label(bars, [f" {mean:#.3g}" for mean in means], fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.12)
     axes[0].invert_yaxis()
@@ -157,8 +157,8 @@ body { font: 16px/1.55 system-ui, sans-serif; color: #1d232b; background: #fff; 
   padding: 0 1.2rem }
 h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin-top: 2.4rem }
 .lead { font-size: 1.1rem; margin: .2rem 0 } .quiet { color: #5b6672; font-size: .9rem }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums }
-th, td { padding: .4rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e8ec }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums }
+th, td { padding: .4rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e8ec }
 th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #c5ccd3; font-weight: 600 }
 tbody tr:hover { background: #f5f7f9 } .chart { width: 100%; margin-top: .6rem }
 .grid th, .grid td { text-align: center; padding: .25rem }
