@@ -153,7 +153,7 @@ def chart(results: dict[str, Any]) -> bytes:
 
 
 STYLE = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #1d232b; background: #fff; max-width: 1080px; margin: 2.5rem auto;
+body { font: 16px/1.55 system-ui, sans-serif; color: #1d232b; background: #fff; max-width: 1120px; margin: 2.5rem auto;
   padding: 0 1.2rem }
 h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin-top: 2.4rem }
 .lead { font-size: 1.1rem; margin: .2rem 0 } .quiet { color: #5b6672; font-size: .9rem }
