@@ -85,7 +85,8 @@ def render(item: EmojiItem, scale: int = SIZE, left: int = 0, top: int = 0) -> n
 class EmojiImages(torch.utils.data.Dataset):
     """Composed images with captions; with `jitter` a little larger or smaller, and moved, each epoch.
 
-    smallest: jittered emojis are smallest to 64 pixels wide. limit: a stable spread-out choice of so many items; a smaller limit is contained in a larger one.
+    smallest: jittered emojis are smallest to 64 pixels wide. limit: a stable spread-out choice of so many items; a
+    smaller limit is contained in a larger one.
     """
 
     def __init__(
