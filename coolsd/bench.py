@@ -147,7 +147,7 @@ def theirs(model: Any, rows: int, compiled: bool, mark: str) -> Measurement:
         )  # fmt: skip
         assert drawn.shape[1] == slots + tokens
         if model.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(model.device)
         return {f"{TRANSFORMERS}{mark}": (time.perf_counter() - start) * 1000 / tokens}
 
     return measure

@@ -93,6 +93,11 @@ def fingerprint(folder: Path, verify: bool = False) -> str:
     return hashlib.sha256(json.dumps({n: e["sha256"] for n, e in sorted(files.items())}).encode()).hexdigest()[:12]
 
 
+def same_weights(one: str | None, other: str | None) -> bool:
+    """Whether two names "folder@fingerprint" name the same files; the folder may have been moved or renamed."""
+    return one is not None and other is not None and one.rpartition("@")[2] == other.rpartition("@")[2]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")

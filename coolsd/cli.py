@@ -27,7 +27,6 @@ COMMANDS = {  # name: (module:function, what it does)
     "fit": ("training.verbs:fit", "train a draft head, a target or a tokenizer (LightningCLI)"),
     "validate": ("training.verbs:validate", "validation metrics of a checkpoint (LightningCLI)"),
     "test": ("training.verbs:test", "test metrics of a checkpoint (LightningCLI)"),
-    "predict": ("training.verbs:predict", "Lightning's predict, for modules of your own (LightningCLI)"),
     "export": ("training.cli:export", "a run's checkpoint -> a head folder that decoding loads"),
     "evaluate": ("coolsd.evaluate:main", "prompts -> images -> accepted length, latency, bias -> results.json, report"),
     "report": ("coolsd.report:main", "results.json -> report.html and table.md"),
@@ -46,7 +45,7 @@ ALLOCATOR = {
 }
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 PROCESS_SETTINGS = {
-    **dict.fromkeys(("fit", "extract", "validate", "test", "predict"), ALLOCATOR | THREADS),
+    **dict.fromkeys(("fit", "extract", "validate", "test"), ALLOCATOR | THREADS),
     **dict.fromkeys(("quickstart", "generate", "evaluate", "bench"), ALLOCATOR),
 }
 

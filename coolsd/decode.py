@@ -34,18 +34,33 @@ class NoDraft:
 
 
 class Clock:
-    """Wall-clock seconds by part of the loop; waits for the device before each reading, so parts do not blur."""
+    """Seconds by part of the loop: the host's clock, on CUDA the device's own, which is read at the end only."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = dict.fromkeys(("prefill", "draft", "target", "verify", "decode_images"), 0.0)
-        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.device = device
+        self.spans: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self.now()
         yield
-        self.wait()
-        self.seconds[name] += time.perf_counter() - start
+        self.spans.append((name, start, self.now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        found = dict.fromkeys(("prefill", "draft", "target", "verify", "decode_images"), 0.0)
+        for name, start, end in self.spans:
+            found[name] += start.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - start
+        return found
 
 
 class Ledger:
@@ -105,8 +120,8 @@ def generate(
         if rule is not None:
             raise ValueError(f"rule {rule} needs a drafter; plain decoding (drafter=None) accepts nothing")
         drafter = NoDraft()
-    if not captions:
-        raise ValueError("no captions: give at least one")
+    if not captions or isinstance(captions, str):
+        raise ValueError(f"captions is {captions!r}, but must be a list of at least one string")
     if rows is not None and len(rows) != len(captions):
         raise ValueError(f"{len(rows)} rows for {len(captions)} captions; give one global index per caption")
     if rule is None and drafter.depth:
@@ -175,7 +190,7 @@ def generate(
         bias_per_token=None if ledger.bias is None else ledger.bias / total,
         kl_per_token=None if ledger.kl is None else ledger.kl / total,
         nll_per_token=ledger.nll / total,
-        seconds=clock.seconds,
+        seconds=clock.seconds(),
     )
 
 

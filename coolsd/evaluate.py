@@ -80,7 +80,7 @@ def evaluate(
     target: str = "emoji/target",
     head: str = "emoji/draft",
     split: Literal["combo", "novel"] = "combo",
-    limit: int = 64,
+    limit: int | None = None,
     prompts: list[str] | Path | None = None,
     repeats: int = 1,
     sampling: Sampling = EMOJI_SAMPLING,
@@ -99,7 +99,7 @@ def evaluate(
         target: Checkpoint folder of the target, or its name under checkpoints/.
         head: The same of the draft head.
         split: Held-out emoji captions: combo (parts seen, not together) or novel (names never seen).
-        limit: How many of them.
+        limit: Only so many captions; null takes 64 held-out ones, or all prompts.
         prompts: Captions instead: a list, or a file with one a line.
         repeats: Images per prompt and method, each with a row index of its own.
         sampling: How logits become a distribution, the same for all.
@@ -111,7 +111,7 @@ def evaluate(
         seed: Image i is a function of (caption, seed, i).
     """
     for name, value in (("limit", limit), ("repeats", repeats), ("batch_size", batch_size)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name} is {value}, but must be >= 1")
     names = ["ar", *(slug(method.name) for method in methods)]
     if doubled := {name for name in names if names.count(name) > 1 or not name}:
@@ -125,39 +125,51 @@ def evaluate(
         return None
     (out / "images").mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    measure(model, contenders, captions, sampling, seed, repeats, batch_size, out)
-    plain = contenders[0].images
-    found = {
-        "schema": 1,
-        "environment": results.environment(model.device, model.dtype),
-        "target": model.fingerprint,
-        "draft": checkpoint_name(head) if any(method.head is None for method in methods) else None,
-        "prompts": len(captions),
-        "captions": captions,
-        "repeats": repeats,
-        "batch_size": batch_size,
-        "compiled": compile,
-        "seed": seed,
-        "minutes": (time.perf_counter() - began) / 60,
-        "rows": [results.row(c.name, c.about, c.depth, c.images, plain) for c in contenders],
-    }
-    write_json(out / "results.json", found)
-    report.write(out, found)
-    results.show(found)
-    print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
-    return found
+
+    def write() -> dict[str, Any]:
+        plain = contenders[0].images
+        measured = {image["row"] for image in plain}  # after Ctrl-C another method may be one batch ahead
+        images = {c.name: [image for image in c.images if image["row"] in measured] for c in contenders}
+        shown = captions[: 1 + max(image["prompt"] for image in plain)]
+        found = {
+            "schema": 1,
+            "environment": results.environment(model.device, model.dtype),
+            "target": model.fingerprint,
+            "draft": checkpoint_name(head) if any(method.head is None for method in methods) else None,
+            "prompts": len(shown),
+            "captions": shown,
+            "repeats": repeats,
+            "batch_size": batch_size,
+            "compiled": compile,
+            "seed": seed,
+            "minutes": (time.perf_counter() - began) / 60,
+            "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
+        }
+        write_json(out / "results.json", found)
+        report.write(out, found)
+        results.show(found)
+        print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
+        return found
+
+    try:
+        measure(model, contenders, captions, sampling, seed, repeats, batch_size, out)
+    except BaseException:  # also Ctrl-C: what all methods have decoded by now stays, with its numbers
+        if all(contender.images for contender in contenders):
+            write()
+        raise
+    return write()
 
 
-def find_captions(prompts: list[str] | Path | None, split: str, limit: int) -> list[str]:
+def find_captions(prompts: list[str] | Path | None, split: str, limit: int | None) -> list[str]:
     """The prompts: a list, a file, or the held-out captions of the embedded emojis (which the repository holds)."""
     if isinstance(prompts, Path):
-        return read_prompts(prompts)
+        return read_prompts(prompts)[:limit]
     if prompts is not None:
         if not prompts:
             raise ValueError("prompts is an empty list; give captions, or leave it out for the emojis' held-out ones")
-        return prompts
+        return prompts[:limit]
     emoji = importlib.import_module("data.emoji.dataset")  # by name: coolsd does not depend on data
-    return [item.caption for item in emoji.EmojiImages(split, jitter=False, limit=limit).items]
+    return [item.caption for item in emoji.EmojiImages(split, jitter=False, limit=limit or 64).items]
 
 
 def load(model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling) -> Iterator[Contender]:
@@ -208,7 +220,8 @@ def decode(
     assert result.images is not None
     records = []
     for index, prompt in enumerate(batch):
-        numbers: dict[str, Any] = {"prompt": prompt, "repeat": repeat, "row": rows[index], "latency_s": latency}
+        numbers: dict[str, Any] = {"prompt": prompt, "repeat": repeat, "row": rows[index], "batch": rows[0]}
+        numbers["latency_s"] = latency
         numbers |= results.record(result, index)
         numbers["seconds"] = {part: value / len(batch) for part, value in result.seconds.items()}
         if repeat == 0:

@@ -27,7 +27,7 @@ from coolsd.cli import argument_parser
 from coolsd.decode import generate
 from coolsd.heads.checkpoint import load_head
 from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule
-from coolsd.results import record
+from coolsd.results import environment, record
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target, pick_device, pick_dtype
 from coolsd.transformer import TransformerConfig
@@ -102,7 +102,8 @@ def generate_images(
     if plain and (rule != "cool-sd" or drafter != "chain" or {delta, nu, floor, length} != {None}):
         raise ValueError("--plain decodes without a draft; leave out either it or the options of rule and drafter")
     acceptance = None if plain else make_rule(rule, delta, nu, floor)
-    made_with = {"target": checkpoint_name(target), "sampling": asdict(sampling), "seed": seed}
+    precision = pick_dtype(dtype, pick_device(device))
+    made_with = {"target": checkpoint_name(target), "sampling": asdict(sampling), "seed": seed, "dtype": f"{precision}"}
     if not plain:
         # the head's file name and the drafter's shape are known before anything heavy is loaded
         shape = make_drafter(drafter, None, length)  # type: ignore[arg-type]
@@ -113,7 +114,7 @@ def generate_images(
     jobs = plan(captions, images_per_prompt, out)
     missing = [job for job in jobs if not is_made(job, made_with, overwrite)]
     cache, logits = bytes_per_image(read_json(find_folder(target) / "config.json"), sampling.branches, nodes,
-                                    pick_dtype(dtype, pick_device(device)).itemsize)  # fmt: skip
+                                    precision.itemsize)  # fmt: skip
     free = free_memory(pick_device(device))
     batch_size = batch_size or max(1, min(LARGEST_BATCH, len(missing), free // 2 // (cache + logits)))
     print(
@@ -126,7 +127,7 @@ def generate_images(
     drafting = None if plain else make_drafter(drafter, load_head(head, model), length)
 
     out.mkdir(parents=True, exist_ok=True)
-    images = kept_records(out, [job for job in jobs if job not in missing])
+    images = kept_records(out, missing)
     start, tokens = time.perf_counter(), 0
     try:
         with progress_bar("images", len(missing), "tokens/s") as bar:
@@ -151,9 +152,11 @@ def generate_images(
     finally:  # also on Ctrl-C: what is finished stays, with its numbers
         elapsed = time.perf_counter() - start
         images.sort(key=lambda image: image["row"])
-        write_json(out / "stats.json", {"schema": 1, "coolsd": coolsd.__version__, **made_with, "images": images,
-                                        "seconds": elapsed, "tokens_per_second": tokens / elapsed})  # fmt: skip
-        print(f"{len(images)} of {len(jobs)} images and stats.json in {out}: {tokens / elapsed:.0f} tokens/s")
+        write_json(out / "stats.json", {"schema": 1, "environment": environment(model.device, model.dtype), **made_with,
+                                        "images": images, "seconds": elapsed,
+                                        "tokens_per_second": tokens / elapsed})  # fmt: skip
+        made = sum(job.file.is_file() for job in jobs)
+        print(f"{made} of {len(jobs)} images and stats.json in {out}: {tokens / elapsed:.0f} tokens/s")
 
 
 def load_image_target(folder: str, device: str, dtype: str, compile: bool) -> Any:
@@ -220,13 +223,17 @@ def write_png(image: torch.Tensor, job: Job, made_with: dict[str, Any]) -> None:
     write_whole(job.file, lambda part: picture.save(part, "PNG", pnginfo=info))
 
 
-def kept_records(out: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """What stats.json of an earlier run says of images that are kept."""
-    if not jobs or not (out / "stats.json").is_file():
+def kept_records(out: Path, missing: Sequence[Job]) -> list[dict[str, Any]]:
+    """What stats.json of earlier runs says of images that are there and stay."""
+    path = out / "stats.json"
+    if not path.is_file():
         return []
-    kept = {(job.file.name, job.caption) for job in jobs}
-    images = json.loads((out / "stats.json").read_text("utf-8"))["images"]
-    return [image for image in images if (image["file"], image["caption"]) in kept]
+    redone = {job.file.name for job in missing}
+    try:
+        images = json.loads(path.read_text("utf-8"))["images"]
+        return [image for image in images if image["file"] not in redone and (out / Path(image["file"]).name).is_file()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what coolsd generate writes ({error}); move it away") from None
 
 
 def bytes_per_image(config: dict[str, Any], branches: int, nodes: int, itemsize: int) -> tuple[int, int]:

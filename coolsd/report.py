@@ -212,7 +212,10 @@ def main(args: list[str]) -> None:
     parser = argument_parser("report", "results.json -> report.html and table.md, in the same folder.")
     parser.add_argument("folder", type=Path, help="folder of results.json, as coolsd evaluate writes it")
     folder = parser.parse_args(args).folder
-    results = json.loads((folder / "results.json").read_text("utf-8"))
+    try:
+        results = json.loads((folder / "results.json").read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'results.json'} is not JSON ({error}); make it with coolsd evaluate") from None
     if not isinstance(results, dict) or results.get("schema") != 1:
         raise ValueError(f"{folder / 'results.json'} is not of schema 1; make it with coolsd evaluate")
     write(folder, results)

@@ -61,9 +61,11 @@ def row(
     per_image: dict[str, list[Any]] = {key: [image.get(key) for image in images] for key in listed}
     parts = list(images[0]["seconds"])
     of_plain = {image["row"]: image["latency_s"] for image in plain}
-    speedup, interval = ratio([of_plain[row] for row in per_image["row"]], per_image["latency_s"])
+    batches = [image for image in images if image["row"] == image["batch"]]  # images of one batch share one latency
+    speedup, interval = ratio([of_plain[image["row"]] for image in batches], [image["latency_s"] for image in batches])
     infinite = per_image["kl_infinite"]
     summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in MEASURED}
+    summaries["latency_s"] = summary([image["latency_s"] for image in batches])
     assert summaries["accepted_length"] is not None
     return {
         "name": name,
@@ -96,15 +98,18 @@ def summary(values: Sequence[float]) -> dict[str, Any] | None:
     if count < 2:
         return {"mean": float(values[0]), "std": None, "ci95": None} if count else None
     mean, std = statistics.fmean(values), statistics.stdev(values)
-    z, df = 1.959964, count - 1  # Student's 97.5% quantile from the normal one (Fisher and Cornish; 0.3% off at df 7)
-    quantile = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    z, df = 1.959964, count - 1  # Student's 97.5% quantile from the normal one (Fisher and Cornish; 0.7% off at df 5)
+    expanded = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    quantile = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}.get(df, expanded)
     half = quantile * std / math.sqrt(count)
     return {"mean": mean, "std": std, "ci95": [mean - half, mean + half]}
 
 
-def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float]]:
-    """Ratio of mean latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs of a prompt."""
+def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float] | None]:
+    """Ratio of mean latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs; None of one pair."""
     pairs = np.array([plain, own])
+    if pairs.shape[1] < 2:
+        return float(pairs[0, 0] / pairs[1, 0]), None
     chosen = np.random.default_rng(0).integers(0, pairs.shape[1], (2000, pairs.shape[1]))
     above, below = pairs[:, chosen].mean(-1)
     return float(pairs[0].mean() / pairs[1].mean()), np.percentile(above / below, [2.5, 97.5]).tolist()
@@ -123,7 +128,7 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
     for row in results["rows"]:
         infinite = row["kl_infinite_fraction"]
         kl = measured(row["kl_per_token"], 4) + (f" ({infinite:.0%} infinite)" if infinite else "")
-        between = " ({:.2f}-{:.2f})".format(*row["speedup_ci95"]) if intervals else ""
+        between = " ({:.2f}-{:.2f})".format(*row["speedup_ci95"]) if intervals and row["speedup_ci95"] else ""
         table.append([
             row["name"], measured(row["accepted_length"], 2), measured(row["target_calls"], 1),
             measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",

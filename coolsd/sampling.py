@@ -44,11 +44,6 @@ class Sampling:
     def branches(self) -> int:
         return 1 if self.guidance == 1 else 2
 
-    @property
-    def truncates(self) -> bool:
-        """Whether `probs` differs from the softmax of `guided` (top-k, top-p or argmax)."""
-        return self.temperature < 1e-6 or self.top_k > 0 or self.top_p < 1
-
     def guided(self, logits: Tensor) -> Tensor:
         """[B, G, N, V] -> float32 [B, N, V]: branches combined, divided by the temperature (by 1 where it is 0)."""
         if logits.shape[1] != self.branches:

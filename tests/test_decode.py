@@ -190,7 +190,8 @@ def test_misuse_is_refused_in_a_sentence(toy):
     for captions, arguments, options, message in (
         (CAPTIONS, (None, Vanilla()), {}, "needs a drafter"),
         (CAPTIONS, (Chain(head, 2),), {}, "a drafter needs a rule"),
-        ([], (), {}, "no captions"),
+        ([], (), {}, "captions is"),
+        ("a b", (), {}, "captions is 'a b', but must be a list"),
         (CAPTIONS, (), {"rows": [0, 1]}, "2 rows for 5 captions"),
     ):
         with pytest.raises(ValueError, match=message):

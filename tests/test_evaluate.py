@@ -101,6 +101,30 @@ def test_results_do_not_depend_on_the_batch_size(run, command, tmp_path):
     for one, many in zip(found["rows"], batched["rows"], strict=True):
         assert one["per_image"]["target_calls"] == many["per_image"]["target_calls"]
 
+    for row in batched["rows"][:2]:  # prompts 0 to 2 share a clock, prompt 3 has its own; two repeats
+        latency, batch = row["per_image"]["latency_s"], row["per_image"]["batch"]
+        assert batch == [0, 0, 0, 3, 4, 4, 4, 7] and len(set(latency)) == 4
+        assert math.isclose(row["latency_s"]["std"], statistics.stdev(dict(zip(batch, latency, strict=True)).values()))
+
+
+def test_ctrl_c_keeps_what_all_methods_have_decoded(run, command, tmp_path, monkeypatch):
+    _, found = run
+    real, calls = evaluate.generate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 4 * 3 + 3:  # one unmeasured round, then two whole prompts and half of the third
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(evaluate, "generate", interrupted)
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 130
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept["captions"] == CAPTIONS[: kept["prompts"]] and kept["prompts"] in (2, 3)
+    for whole, cut in zip(found["rows"], kept["rows"], strict=True):
+        count = len(cut["per_image"]["row"])
+        assert count >= 2 and cut["per_image"]["target_calls"] == whole["per_image"]["target_calls"][:count]
+
 
 def test_check_decodes_and_writes_nothing(command, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "generate", lambda *_: pytest.fail("--check must not decode"))

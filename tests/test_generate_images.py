@@ -99,6 +99,14 @@ def test_ctrl_c_keeps_finished_images_and_the_next_run_resumes(options, tmp_path
     assert not [file for file in (tmp_path / "cut").iterdir() if file.suffix not in (".png", ".json")]
 
 
+def test_numbers_of_other_captions_stay(options, tmp_path):
+    for captions in (["a", "b"], ["a", "c"]):
+        generate_images.main([*captions, "--out", str(tmp_path), *options])
+    stats = strict(tmp_path / "stats.json")
+    assert {image["caption"] for image in stats["images"]} == {"a", "b", "c"} and stats["dtype"] == "torch.float32"
+    assert "threads" in stats["environment"]
+
+
 @pytest.mark.parametrize(
     "caption", ["../../x", "/etc/passwd", "..", "a\\..\\b", "<script>b</script>", "猫 a", "a" * 500]
 )

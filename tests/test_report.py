@@ -13,7 +13,7 @@ HOSTILE = '"><script>alert(1)</script>'
 
 def record(row, calls, latency):
     return {
-        "prompt": row, "repeat": 0, "row": row, "latency_s": latency, "accepted_length": 8 / calls,
+        "prompt": row, "repeat": 0, "row": row, "batch": row, "latency_s": latency, "accepted_length": 8 / calls,
         "target_calls": calls, "emitted": [2] * calls, "bias_per_token": 0.1, "kl_per_token": None, "kl_infinite": True,
         "nll_per_token": 2.0, "seconds": dict.fromkeys(report.PARTS, latency / 5), "file": f"images/{row}.png",
     }  # fmt: skip
@@ -74,6 +74,9 @@ def test_pictures_outside_the_folder_are_refused(folder, tmp_path_factory, capsy
 
 def test_mistakes_are_one_sentence(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "results.json").write_text('{"schema": 1, "rows"')
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "is not JSON" in capsys.readouterr().err
     (tmp_path / "results.json").write_text('{"schema": 9}')
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "schema 1" in capsys.readouterr().err

@@ -6,7 +6,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from coolsd.checkpoint import find_folder, fingerprint, load_strictly, read_json, read_tensors, save_checkpoint
+from coolsd.checkpoint import (
+    find_folder,
+    fingerprint,
+    load_strictly,
+    read_json,
+    read_tensors,
+    same_weights,
+    save_checkpoint,
+)
 from coolsd.heads.eagle import EagleConfig, EagleHead
 
 
@@ -26,7 +34,7 @@ def load_head(folder: str | Path, target: Any, verify: bool = False) -> EagleHea
     fingerprint(path, verify)
     if own.target is None:
         warnings.warn(f"{path} does not say which target it was trained for; only shapes were checked", stacklevel=2)
-    elif own.target != target.fingerprint:
+    elif not same_weights(own.target, target.fingerprint):
         raise ValueError(
             f"head {path} was trained on {own.target}, but the target is {target.fingerprint}; "
             f"pass a head trained for it, or extract and fit again"

@@ -15,7 +15,16 @@ ARCHITECTURES = {"llamagen": "coolsd.targets.llamagen:LlamaGen"}
 
 def pick_device(device: str = "auto") -> torch.device:
     if device != "auto":
-        return torch.device(device)
+        try:
+            place = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"device {device!r} is unknown; choose auto, cpu, cuda, cuda:N or mps") from None
+        backends = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not backends.get(place.type):
+            raise ValueError(f"device {device!r} is not available here; choose auto or cpu")
+        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {device!r}, but there are {torch.cuda.device_count()} CUDA devices")
+        return place
     return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
 
 
@@ -25,7 +34,8 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        native = torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else device.type == "cuda"
+        cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        native = cpu if device.type == "cpu" else device.type == "cuda"
         return torch.bfloat16 if native else torch.float32
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in names:

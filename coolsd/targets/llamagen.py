@@ -10,6 +10,7 @@ Knows the transformer, its caption encoders and its image tokenizer; knows no dr
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,14 +79,24 @@ class WordEncoder(nn.Module):
     def forward(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
         """B captions -> features [B, slots, caption_dim], left-padded with zeros, and mask bool [B, slots].
 
-        Raises ValueError for a caption without words; a caption longer than the slots loses its last words.
+        Raises ValueError for a caption without words. Warns of words that it does not know, which all share one
+        vector, and of words that do not fit into the slots, which are left out.
         """
         ids = torch.zeros(len(captions), slots, dtype=torch.long)
         mask = torch.zeros(len(captions), slots, dtype=torch.bool)
+        unknown = self.tokenizer.token_to_id("[unknown]")
         for row, encoding in enumerate(self.tokenizer.encode_batch(list(captions))):
             words = encoding.ids[:slots]
             if not words:
                 raise ValueError(f"caption {row} ({captions[row]!r}) has no words")
+            spans = zip(encoding.ids, encoding.offsets, strict=True)
+            strange = [captions[row][start:end] for id, (start, end) in spans if id == unknown]
+            if strange:
+                warnings.warn(
+                    f"caption {row}: the target does not know {', '.join(dict.fromkeys(strange))}", stacklevel=3
+                )
+            if len(encoding.ids) > slots:
+                warnings.warn(f"caption {row}: only its first {slots} words count", stacklevel=3)
             ids[row, slots - len(words) :] = torch.tensor(words)
             mask[row, slots - len(words) :] = True
         device = self.embedding.weight.device
@@ -165,6 +176,8 @@ class LlamaGen(nn.Module):
         rope = self.rope
         super()._apply(fn, recurse)
         self.rope = rope.to(self.rope.device)  # positions stay exact whatever the weights' dtype
+        if self.image_tokenizer is not None:
+            self.image_tokenizer.to(self.rope.device)
         return self
 
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt:
