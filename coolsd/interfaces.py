@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,15 @@ class TargetModel(Protocol):
     fingerprint: str
     device: torch.device
     dtype: torch.dtype
+    image_tokenizer: Any  # None where none was found beside the checkpoint
+
+    @classmethod
+    def load(cls, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> TargetModel:
+        """From a checkpoint folder, its config.json and its weights; `load_target` then sets fingerprint, device,
+        dtype and image_tokenizer."""
+
+    def ends(self) -> dict[str, Tensor]:
+        """What a draft head shares: embedding [V, H], norm [H], lm_head [V, H], rope [P + T (+ spare), D / 2, 2]."""
 
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt: ...
 
