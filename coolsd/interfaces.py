@@ -21,7 +21,8 @@ class Prompt:
     """B captions, encoded for one target.
 
     captions: B strings. mask: bool [B, G, P], True where the prompt slot holds something (left-padded).
-    inputs: what the target's own `prefill` wants, each tensor [B, G, ...].
+    inputs: what the target's own `prefill` wants, each tensor [B, G, ...]. context [B, G, T + 1, H], where a target has
+    one, is public: row n is added to the embedding of the input that predicts token n, and a draft head gets it too.
     """
 
     captions: tuple[str, ...]

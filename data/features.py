@@ -12,6 +12,7 @@ A shard holds one row per (sample, branch), samples in order, branches inside a 
     hidden_states [tokens, H]   | caption slots | image tokens |   after the target's final norm
     token_ids     [tokens]      | -1 -1 -1 ...  | 17 4 99 ...  |
     offsets       [samples * G + 1], caption_bytes [bytes], caption_offsets [samples + 1]
+    context       [samples * G, T + 1, H], where the settings say so: see coolsd.interfaces.Prompt
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class CacheSettings:
     samples: int
     samples_per_shard: int
     dtype: str = "bfloat16"
+    context: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class CacheSettings:
                 raise ValueError(f"feature cache: {name} is {value!r}, but must be an integer >= 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"feature cache: dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if not isinstance(self.context, bool):
+            raise ValueError(f"feature cache: context is {self.context!r}, but must be true or false")
         if not isinstance(self.settings, dict):
             raise ValueError(f"feature cache: settings is {self.settings!r}, but must be an object")
 
@@ -79,7 +83,8 @@ class CacheSettings:
     @property
     def bytes_per_sample(self) -> int:
         """Upper bound (every caption slot in use), captions and offsets aside."""
-        row = (self.prompt_slots + self.image_tokens) * (self.hidden_size * DTYPES[self.dtype].itemsize + 4)
+        state = self.hidden_size * DTYPES[self.dtype].itemsize
+        row = (self.prompt_slots + self.image_tokens) * (state + 4) + self.context * (self.image_tokens + 1) * state
         return self.branches * row
 
     def samples_of(self, shard: int) -> range:
@@ -91,11 +96,15 @@ _COUNTS = tuple(f.name for f in fields(CacheSettings) if f.type == "int")
 
 @dataclass(frozen=True)
 class CachedSample:
-    """One captioned image: for each of the G branches hidden_states [n, H] and token_ids [n] (-1 = caption slot)."""
+    """One captioned image: for each of the G branches hidden_states [n, H] and token_ids [n] (-1 = caption slot).
+
+    context: [G, T + 1, H] or None.
+    """
 
     caption: str
     hidden_states: tuple[Tensor, ...]
     token_ids: tuple[Tensor, ...]
+    context: Tensor | None = None
 
 
 class FeatureCacheWriter:
@@ -153,9 +162,6 @@ class FeatureCacheWriter:
         note = _hash_path(path)
         return path.exists() and note.exists() and note.read_text().split(" ")[0] == sha256(path)
 
-    def finished_shards(self) -> list[int]:
-        return [shard for shard in range(self.settings.shards) if self.is_finished(shard)]
-
     def write_ends(self, ends: Mapping[str, Tensor]) -> None:
         """The target's tensors that a head needs, as target.ends() gives them."""
         _check_ends(ends, self.settings, self.folder / "ends.safetensors")
@@ -180,8 +186,12 @@ class FeatureCacheWriter:
             "caption_bytes": torch.tensor(list(b"".join(captions)), dtype=torch.uint8),
             "caption_offsets": _offsets([len(caption) for caption in captions]),
         }
-        if not tensors["hidden_states"].isfinite().all():  # a float16 may overflow where the target's own did not
-            raise ValueError(f"shard {shard}: hidden states overflow {settings.dtype}; extract with --dtype bfloat16")
+        if settings.context:
+            rows = [sample.context for sample in samples if sample.context is not None]
+            tensors["context"] = torch.cat(rows).to("cpu", DTYPES[settings.dtype])
+        for name in {"hidden_states", "context"} & tensors.keys():
+            if not tensors[name].isfinite().all():  # a float16 may overflow where the target's own did not
+                raise ValueError(f"shard {shard}: {name} overflow {settings.dtype}; extract with --dtype bfloat16")
         path = self.folder / shard_name(shard)
         _hash_path(path).unlink(missing_ok=True)
         content = save(tensors)
@@ -286,6 +296,11 @@ class _Shard:
         self._expect("token_ids", "I32", [self.offsets[-1]])
         self._expect("caption_bytes", "U8", [self.caption_offsets[-1]])
         self.hidden_states = self.file.get_slice("hidden_states")
+        self.context = None
+        if settings.context:
+            shape = [rows, settings.image_tokens + 1, settings.hidden_size]
+            self._expect("context", _SAFETENSORS_NAMES[settings.dtype], shape)
+            self.context = self.file.get_slice("context")
         self.token_ids = self.file.get_tensor("token_ids")
         if not (int(self.token_ids.min()) >= -1 and int(self.token_ids.max()) < settings.codebook_size):
             raise ValueError(f"{path}: token_ids leave -1 .. {settings.codebook_size - 1}; extract this shard again")
@@ -299,6 +314,7 @@ class _Shard:
             bytes(text.tolist()).decode(errors="replace"),
             tuple(self.hidden_states[span] for span in spans),
             tuple(self.token_ids[span] for span in spans),
+            None if self.context is None else self.context[index * branches : (index + 1) * branches],
         )
 
     def _expect(self, name: str, dtype: str, shape: list[int]) -> None:
@@ -344,6 +360,12 @@ def _check_sample(index: int, sample: CachedSample, settings: CacheSettings) -> 
     least, most = settings.image_tokens + 1, settings.prompt_slots + settings.image_tokens
     if len(sample.hidden_states) != settings.branches or len(sample.token_ids) != settings.branches:
         raise ValueError(f"sample {index} has {len(sample.hidden_states)} branches, but the cache {settings.branches}")
+    expected = (settings.branches, settings.image_tokens + 1, settings.hidden_size) if settings.context else None
+    found = None if sample.context is None else tuple(sample.context.shape)
+    if found != expected:
+        raise ValueError(f"sample {index} has a context {found}, but the cache takes {expected}")
+    if sample.context is not None and not sample.context.isfinite().all():
+        raise ValueError(f"sample {index} ({sample.caption[:60]!r}) has a context that is not finite")
     for hidden, tokens in zip(sample.hidden_states, sample.token_ids, strict=True):
         if hidden.shape[0] != len(tokens) or hidden.shape[1:] != (settings.hidden_size,):
             raise ValueError(
@@ -388,6 +410,7 @@ def _settings(manifest: Any, path: Path) -> CacheSettings:
         found = manifest.get("schema") if isinstance(manifest, dict) else None
         raise ValueError(f"{path} has schema {found!r}, but this version reads {SCHEMA}; extract again")
     names = [f.name for f in fields(CacheSettings)]
+    manifest = {"context": False, **manifest}  # caches of before it
     missing = [name for name in names if name not in manifest]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; extract again")

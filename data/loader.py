@@ -6,6 +6,7 @@ A batch is a dict; every row, one (sample, branch), has P + T slots, its caption
     valid           F   T  ...   T  | T    T  ...   T       bool [B, G, P + T], False = padding
     token_ids      -1  -1  ...  -1  | t0   t1 ...  t(T-1)   long [B, G, P + T], -1 = caption or padding
     hidden          0   h  ...   h  | h    h  ...   h       float32 [B, G, P + T, H], after the target's final norm
+    context         float32 [B, G, T + 1, H], where the cache has one (coolsd.interfaces.Prompt), else missing
     captions       B strings
 
 A draft head reads pair i = (hidden[i], token_ids[i + 1]) and predicts hidden[i + 1], see `pairs`.
@@ -14,12 +15,14 @@ A draft head reads pair i = (hidden[i], token_ids[i + 1]) and predicts hidden[i 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -33,11 +36,17 @@ def pairs(batch: Batch) -> dict[str, Tensor]:
 
     hidden [B, G, N, H] and token_ids [B, G, N] are the head's input, target_hidden [B, G, N, H] what it should say.
     seen bool [B, G, N]: the pair exists (no padding). loss bool [B, G, N]: its token is an image token, so decoding
-    drafts from it; the first is (last caption slot, t0). Caption pairs are context only.
+    drafts from it; the first is (last caption slot, t0). Caption pairs are there to be attended only.
+    context [B, G, N, H]: where the batch has it, what the target adds to each token's embedding (0 for a caption's).
     """
     hidden, tokens, valid = batch["hidden"], batch["token_ids"], batch["valid"]
     seen = valid[..., :-1] & valid[..., 1:]
+    context = {}
+    if "context" in batch:  # of the token read: token n's is row n + 1, a caption slot has none
+        read = batch["context"][..., 1:, :]
+        context["context"] = F.pad(read, (0, 0, hidden.shape[-2] - 1 - read.shape[-2], 0))
     return {
+        **context,
         "hidden": hidden[..., :-1, :],
         "token_ids": tokens[..., 1:],
         "target_hidden": hidden[..., 1:, :],
@@ -77,7 +86,9 @@ class FeatureRows(Dataset):
             raise ValueError(
                 f"sample {self.chosen[bad]} of {self.cache.folder} is not finite; run coolsd cache verify on it"
             )
+        contexts = [sample.context for sample in samples if sample.context is not None]
         return {
+            **({"context": torch.stack(contexts).float()} if contexts else {}),
             "hidden": hidden,
             "token_ids": tokens,
             "valid": valid,
@@ -140,7 +151,7 @@ class FeatureModule(L.LightningDataModule):
         held_out: Fraction of the samples, the last ones, kept for validation.
         limit: Use only the first so many samples; null uses all.
         in_memory: true reads the cache once into memory, false reads every batch from disk, null decides: true where it
-            takes at most half of the free memory.
+            takes at most half of the free memory, all processes of the machine together.
         workers: Processes that prepare batches; 0 prepares them in the training process.
         seed: Of the order of the samples.
     """
@@ -184,10 +195,15 @@ class FeatureModule(L.LightningDataModule):
             )
         in_memory = self.in_memory
         if in_memory is None:
-            in_memory = used * self.cache.settings.bytes_per_sample <= _free_memory() / 2
+            processes = self.trainer.num_devices if self.trainer else 1  # on this machine, each with a copy
+            in_memory = processes * used * self.cache.settings.bytes_per_sample <= _free_memory() / 2
         if not self._rows:  # fit sets up once more for its validation
             self._rows[True] = FeatureRows(self.cache, range(split), in_memory)
             self._rows[False] = FeatureRows(self.cache, range(split, used), in_memory)
+
+    def held_out_captions(self, count: int) -> list[str]:
+        """Captions of the last `count` held-out samples, or of all where they are fewer."""
+        return [self.cache[index].caption for index in self._rows[False].chosen[::-1][:count]]
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(training=True)
@@ -217,7 +233,12 @@ def _as_is(batch: Batch) -> Batch:
 
 
 def _free_memory() -> int:
-    """Bytes; 0 where the system does not say."""
+    """Bytes that may be taken without swapping; 0 where the system does not say."""
+    try:
+        if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return 1024 * int(found[1])
+    except OSError:
+        pass  # not Linux
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

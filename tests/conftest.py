@@ -30,11 +30,13 @@ def _toy(codes=5, grid=(3, 3), size=32, layers=2, sketch=3, seed=0, sharpness=3.
     tokenizer = Tokenizer(WordLevel(WORDS, "[unknown]"))
     tokenizer.pre_tokenizer = Whitespace()
     config = LlamaGenConfig(TransformerConfig(size, layers, 2, 48), codes, grid, 4, 16, len(WORDS), sketch)
-    target = LlamaGen(config, WordEncoder(tokenizer, len(WORDS), 16))
-    tokens = grid[0] * grid[1]
-    ends = target.ends()
-    draft = EagleConfig(TransformerConfig(size, 1, 2, 48), codes, 4, tokens)
-    head = EagleHead(draft, ends["embedding"], ends["lm_head"], ends["rope"])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # biases keep torch's own initial values
+        target = LlamaGen(config, WordEncoder(tokenizer, len(WORDS), 16))
+        tokens = grid[0] * grid[1]
+        ends = target.ends()
+        draft = EagleConfig(TransformerConfig(size, 1, 2, 48), codes, 4, tokens)
+        head = EagleHead(draft, ends["embedding"], ends["lm_head"], ends["rope"])
     with torch.no_grad():
         for parameter in target.parameters():
             if parameter.ndim == 2:

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from coolsd import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = ["--model", "training.draft.DraftTraining"]
+TOKENIZER = ["--model", "training.tokenizer.TokenizerTraining", "--model.tokenizer.image_size", "64"]
 DATA = ["--data", "data.loader.FeatureModule", "--data.cache", "nowhere"]
 
 
@@ -38,6 +40,9 @@ def run(*arguments, **environment):
         (["fit", *HEAD, *DATA, "--out", "{tmp}/run"], "nowhere is no feature cache"),
         (["fit", *HEAD, *DATA, "--out", "{tmp}/run", "--ckpt_path", "last"], "no last.ckpt yet"),
         (["fit", *HEAD, *DATA, "--out", "{tmp}/run", "--ckpt_path", "{tmp}/nowhere.ckpt"], "does not exist"),
+        (["validate", *HEAD, *DATA], "untrained weights; add --ckpt_path"),
+        (["test", *HEAD, *DATA, "--out", "{tmp}/run", "--ckpt_path", "last"], "no last.ckpt yet"),
+        (["fit", *TOKENIZER, "--model.decoder_only", "true"], "decoder_only needs start_from"),
         (["extract"], "model.cache|cache"),
         (["extract", "--model.cache", "{tmp}/c", "--model.target", "nowhere"], "no checkpoint at 'nowhere'"),
         (["extract", "--model.cache", "{tmp}/c", "--model.source", "imagination"], "images"),
@@ -63,7 +68,7 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("coolsd ")
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict", "extract"])
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "extract"])
 def test_help_of_lightnings_verbs_does_not_wait_for_lightning(verb):
     code = (
         f"from coolsd import cli; import sys; assert cli.main(['{verb}', '--help']) == 0; print('torch' in sys.modules)"
@@ -76,6 +81,20 @@ def test_help_all_is_lightnings_own(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["fit", "--help", "all"])
     assert stop.value.code == 0 and "--trainer.accumulate_grad_batches" in capsys.readouterr().out
+
+
+def test_the_newest_checkpoint_is_exported_and_its_step_printed(tmp_path, capsys):
+    import torch
+
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for age, (name, step) in enumerate([("last", 7), ("epoch=0-step=5", 5), ("last-v1", 3)]):
+        path = tmp_path / "run" / "checkpoints" / f"{name}.ckpt"
+        state = {"head.fc.weight": torch.full((2,), float(step)), "other": torch.ones(1)}
+        torch.save({"state_dict": state, "eagle": {"architecture": "eagle"}, "global_step": step}, path)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "head")]) == 0
+    assert "last.ckpt, step 7" in capsys.readouterr().out
+    assert load_file(tmp_path / "head" / "model.safetensors")["fc.weight"].tolist() == [7, 7]
 
 
 def test_a_pickle_that_runs_a_command_is_refused(tmp_path, capfd):

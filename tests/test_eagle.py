@@ -1,5 +1,6 @@
 """The draft head against the official drafter's numbers, and the chain's cache against a head run from scratch."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -144,6 +145,18 @@ def test_folding_changes_nothing_but_speed(toy_copy, rng):
     torch.testing.assert_close(head(tokens, hidden, rope), plain, rtol=0, atol=0)
 
 
+def test_context_is_the_targets_own_input(toy_copy, rng):
+    # what the head adds to a token is what the target adds to it: the difference of their inputs is the embedding
+    target, head = toy_copy()
+    prompt = target.encode(CAPTIONS[:2], True)
+    tokens = torch.randint(5, (2, 9), generator=rng)
+    inputs = target._token_embeddings(tokens, torch.arange(9)[None], prompt)
+    context = head.shifted(prompt.inputs["context"].flatten(0, 1))
+    assert not context[:, 0].any()
+    wanted = target.embedding(tokens).repeat_interleave(2, 0) + context[:, 1:]
+    torch.testing.assert_close(inputs, wanted, rtol=0, atol=1e-5)
+
+
 def from_scratch(head, target, prompt, tokens, drafted, sampling, mask_pads=True):
     """Draft distributions [L, V] of one row, no cache: committed tokens [c], then the drafted ones with own outputs."""
     count, slots = len(tokens), prompt.mask.shape[-1]
@@ -158,7 +171,11 @@ def from_scratch(head, target, prompt, tokens, drafted, sampling, mask_pads=True
             seen[:, :slots] &= prompt.mask[0, 0]
         seen |= torch.eye(length, dtype=torch.bool)
         rope = head.rope[torch.arange(1, length + 1).clamp(max=len(head.rope) - 1)][None]
-        last = head(pairs.expand(prompt.branches, -1), hidden, rope, seen[None, None])[:, -1:]
+        context = None
+        if head.config.context:  # nothing for a caption slot, then what the target adds to token 0, 1, ...
+            rows = [0] * (slots - 1) + [min(n + 1, target.image_tokens) for n in range(length - slots + 1)]
+            context = head.shifted(prompt.inputs["context"][0])[:, rows]
+        last = head(pairs.expand(prompt.branches, -1), hidden, rope, seen[None, None], context=context)[:, -1:]
         probs.append(sampling.probs(head.logits(last)[None])[0, 0])
         if token is not None:
             pairs = torch.cat([pairs, torch.tensor([[token]])], 1)
@@ -167,11 +184,11 @@ def from_scratch(head, target, prompt, tokens, drafted, sampling, mask_pads=True
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(guidance=2.5), Sampling(guidance=2.0, top_k=3)], ids=str)
-@pytest.mark.parametrize("mask_pads", [True, False])
-def test_chain_drafts_as_a_head_run_from_scratch(toy_copy, sampling, mask_pads):
+@pytest.mark.parametrize(("mask_pads", "context"), [(True, False), (False, False), (True, True)])
+def test_chain_drafts_as_a_head_run_from_scratch(toy_copy, sampling, mask_pads, context):
     # after each round the draft cache holds the target's own hidden states of the committed tokens
     target, head = toy_copy(grid=(3, 4))
-    object.__setattr__(head.config, "mask_prefix_pads", mask_pads)
+    head.config = dataclasses.replace(head.config, mask_prefix_pads=mask_pads, context=context)
     rounds = []
     result = generate(
         target, CAPTIONS, Chain(head.prepare(), 4), CoolSD(1.5), sampling, seed=3, decode_images=False,

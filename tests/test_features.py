@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -13,10 +14,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.sampling import Sampling
 from coolsd.targets import load_target
 from data.features import CachedSample, CacheSettings, FeatureCache, FeatureCacheWriter, main
 from data.loader import EpochSampler, FeatureModule, pairs
-from training.cli import extract
+from training.callbacks import AcceptedLength
+from training.cli import CheckpointsExist, extract
+from training.draft import DraftTraining
 from training.extraction import CaptionedImages, plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,9 +69,25 @@ def test_what_is_written_is_read(cache):
     cache.verify()
 
 
+def test_context_is_kept_and_wanted(tmp_path):
+    settings = replace(SETTINGS, context=True)
+    context = torch.arange(2 * 6 * 4.0).view(2, 6, 4).bfloat16()
+    cache = write(tmp_path / "cache", settings, change=lambda i, sample: replace(sample, context=context + i)).finish()
+    cache.verify()
+    assert torch.equal(cache[6].context, context + 6) and cache.settings.context
+    module = FeatureModule(str(cache.folder), batch_size=3, held_out=0.2)
+    module.setup("fit")
+    batch = next(iter(module.val_dataloader()))
+    assert torch.equal(batch["context"][1], context.float() + 9) and batch["context"].shape == (2, 2, 6, 4)
+    with pytest.raises(ValueError, match="context None"):
+        write(tmp_path / "without", settings)
+    with pytest.raises(ValueError, match=r"context \(2, 6, 4\), but the cache takes None"):
+        write(tmp_path / "unwanted", change=lambda i, sample: replace(sample, context=context))
+
+
 def test_a_shard_counts_only_when_whole(tmp_path):
     writer = write(tmp_path, shards=[0, 2])
-    assert writer.finished_shards() == [0, 2]
+    assert [writer.is_finished(shard) for shard in range(3)] == [True, False, True]
     with pytest.raises(ValueError, match="lacks 1 of 3 shards"):
         writer.finish()
     with pytest.raises(FileNotFoundError, match="unfinished"):
@@ -75,14 +95,15 @@ def test_a_shard_counts_only_when_whole(tmp_path):
     (tmp_path / "shard-00000.safetensors.sha256").unlink()  # killed between the two renames
     with (tmp_path / "shard-00002.safetensors").open("r+b") as file:
         file.truncate(100)
-    assert FeatureCacheWriter(tmp_path, SETTINGS).finished_shards() == []
+    assert not any(writer.is_finished(shard) for shard in range(3))
 
 
 def test_a_resumed_cache_equals_an_unbroken_one(tmp_path, cache):
     write(tmp_path / "other", shards=[1])
     (tmp_path / "other" / ".shard-00000.safetensors.1.part").write_bytes(b"half a shard")  # killed while writing
     resumed = FeatureCacheWriter(tmp_path / "other", SETTINGS)
-    for shard in sorted(set(range(3)) - set(resumed.finished_shards())):
+    for shard in (0, 2):
+        assert not resumed.is_finished(shard)
         resumed.write_shard(shard, [sample(i) for i in SETTINGS.samples_of(shard)])
     resumed.finish().verify()
     assert hashes(tmp_path / "other") == hashes(cache.folder)
@@ -217,6 +238,7 @@ def test_pairs_are_shifted_by_one():
         "hidden": torch.arange(6.0).expand(2, 1, 6)[..., None],
         "token_ids": torch.tensor([[[-1, -1, 10, 11, 12, 13]], [[-1, -1, 20, 21, 22, 23]]]),
         "valid": torch.tensor([[[True] * 6], [[False] + [True] * 5]]),
+        "context": torch.arange(100.0, 105.0).expand(2, 1, 5)[..., None],
     }
     found = {name: value[:, 0].squeeze(-1).tolist() for name, value in pairs(batch).items()}
     #                           pair         0      1     2     3     4
@@ -224,6 +246,7 @@ def test_pairs_are_shifted_by_one():
     assert found["token_ids"][0] == [-1, 10, 11, 12, 13]
     assert found["target_hidden"][0] == [1, 2, 3, 4, 5]
     assert found["loss"] == [[False, True, True, True, True]] * 2  # the first draft, (slot 1, token 10), has a loss
+    assert found["context"][0] == [0, 101, 102, 103, 104]  # a caption slot has none, row 0 belongs to the last of them
     assert found["seen"] == [[True] * 5, [False, True, True, True, True]]
 
 
@@ -261,6 +284,42 @@ def test_the_order_is_a_function_of_seed_and_epoch(world_size):
     assert len({index for share in shares for index in share}) == 11 // world_size * world_size
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_head_that_cannot_be_trained_on_a_cache_is_refused(tmp_path, branches):
+    folder = tmp_path / "cache"
+    change = lambda i, s: replace(s, hidden_states=s.hidden_states[:branches], token_ids=s.token_ids[:branches])  # noqa: E731
+    write(folder, replace(SETTINGS, branches=branches), change=change).finish()
+    data = FeatureModule(str(folder))
+    trainer = Mock(datamodule=data, strategy=Mock(zero_stage_3=False))
+    module = DraftTraining(guidance={1: 1.5, 2: 1.0}[branches])
+    module.trainer = trainer
+    with pytest.raises(ValueError, match=rf"needs {3 - branches} branches.* has {branches}; set --model.guidance"):
+        module.setup("fit")
+    trainer.strategy.zero_stage_3 = True
+    with pytest.raises(ValueError, match="stage 1 or 2"):
+        module.setup("fit")
+
+
+def test_measured_captions_were_held_out(cache):
+    module = FeatureModule(str(cache.folder), batch_size=1, held_out=0.2, limit=9)
+    module.setup("fit")
+    assert module.held_out_captions(1) == [sample(8).caption]
+    assert module.held_out_captions(16) == [sample(8).caption, sample(7).caption]
+    none = FeatureModule(str(cache.folder), batch_size=1, held_out=0)
+    none.setup("fit")
+    with pytest.raises(ValueError, match="hold out no sample"):
+        AcceptedLength("target", 4, Sampling()).setup(Mock(datamodule=none), Mock(), "fit")
+
+
+def test_memory_is_shared_by_the_processes_of_a_machine(cache, monkeypatch):
+    monkeypatch.setattr("data.loader._free_memory", lambda: 4 * 10 * SETTINGS.bytes_per_sample)
+    for processes, fits in ((1, True), (2, True), (3, False)):
+        module = FeatureModule(str(cache.folder))
+        module.trainer = Mock(num_devices=processes)
+        module.setup("fit")
+        assert (module._rows[True].memory is not None) == fits
+
+
 class Recorder(L.LightningModule):
     """Learns nothing, notes which captions each epoch brought in which order."""
 
@@ -285,7 +344,10 @@ def test_a_resumed_run_continues_where_it_stopped(cache, tmp_path, workers, step
         trainer = L.Trainer(
             accelerator="cpu", max_steps=steps, default_root_dir=tmp_path, logger=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False,
-            callbacks=[ModelCheckpoint(tmp_path / str(steps), save_last=True, every_n_train_steps=1)],
+            callbacks=[
+                CheckpointsExist(),  # writes the last step, which is no multiple of 4
+                ModelCheckpoint(tmp_path / str(steps), save_last=True, every_n_train_steps=4),
+            ],
         )  # fmt: skip
         trainer.fit(module, data, ckpt_path=resume)
         return module.seen
@@ -351,6 +413,7 @@ def test_extraction_stores_what_a_forced_pass_sees(checkpoint, extracted):
             held = torch.cat([prompt.mask[0, g], torch.ones(16, dtype=torch.bool)])
             torch.testing.assert_close(found.hidden_states[g], output.hidden_states[0, g][held], atol=1e-4, rtol=1e-4)
             assert torch.equal(found.token_ids[g][-16:].long(), tokens[0])
+        torch.testing.assert_close(found.context, prompt.inputs["context"][0], atol=1e-4, rtol=1e-4)
     logits = (
         cache[0].hidden_states[1][-17:-1] @ cache.ends()["lm_head"].T
     )  # states and ends suffice for the target's law

@@ -75,6 +75,16 @@ def test_sharded_state_is_unpickled_only_when_trusted(tmp_path, capfd):
     assert "--trust" in capfd.readouterr().err
 
 
+def test_a_look_at_a_run_leaves_its_config(plain):
+    folder, _ = plain
+    before = (folder / "run" / "config.yaml").read_text()
+    checkpoint = str(next((folder / "run").glob("**/*.ckpt")))
+    for verb in ("validate", "test"):
+        look = [verb, "--config", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--ckpt_path", checkpoint]
+        assert main([*look, "--data.batch_size", "4"]) == 0
+    assert (folder / "run" / "config.yaml").read_text() == before
+
+
 def test_a_second_run_in_the_same_folder_goes_on(plain):
     folder, _ = plain
     again = ["fit", "--config", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--data.batch_size", "8"]

@@ -1,15 +1,30 @@
 """Training of targets and heads: growth keeps the function, Muon orthogonalises, losses see the right pairs."""
 
 import dataclasses
+from unittest.mock import Mock
 
+import lightning as L
 import pytest
 import torch
 
+from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.sampling import Sampling
+from coolsd.targets import load_target
 from coolsd.targets.llamagen import LlamaGen
+from data.emoji.dataset import EmojiImages
+from training.callbacks import AcceptedLength
 from training.draft import DraftTraining
 from training.losses import acceptance_mass, masked_mean, soft_cross_entropy
 from training.muon import MuonAdamW, orthogonalize
-from training.target import caption_tokenizer, choose_branch, deepen, negative_log_likelihood
+from training.target import (
+    EmojiCaptions,
+    TargetTraining,
+    caption_tokenizer,
+    choose_branch,
+    deepen,
+    negative_log_likelihood,
+)
+from training.tokenizer import EmojiImagesModule, EmojiSampler, TokenizerTraining
 
 
 def test_a_deepened_target_computes_the_same_function(toy, rng):
@@ -73,6 +88,83 @@ def features(toy, rng):
     return head, {"hidden": hidden, "token_ids": ids, "valid": valid}
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Folder of a random image tokenizer: 64 pixels, 4 x 4 tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    torch.manual_seed(0)
+    LlamaGenVQ(VQ).save(folder)
+    return folder
+
+
+VQ = LlamaGenVQConfig(64, 5, 4, True, 8, 8, (1,), 1, 16, 4)
+SMALL = {"hidden_size": 16, "layers": 1, "heads": 1, "intermediate_size": 16, "caption_dim": 8, "warmup_steps": 0}
+
+
+def small_trainer(folder, steps=1):
+    return L.Trainer(
+        accelerator="cpu", max_steps=steps, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, limit_val_batches=1, val_check_interval=1,
+        use_distributed_sampler=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+
+
+def test_only_a_fit_exports(tokenizer, tmp_path):
+    module, data = TargetTraining(str(tokenizer), **SMALL), EmojiCaptions(2, held_out_images=2)
+    small_trainer(tmp_path).validate(module, data, verbose=False)
+    assert not (tmp_path / "export").exists()
+    small_trainer(tmp_path).fit(module, data)
+    assert (tmp_path / "export" / "target" / "model.safetensors").exists()
+    small_trainer(tmp_path / "vq").fit(TokenizerTraining(VQ, warmup_steps=0), EmojiImagesModule(2, held_out_images=2))
+    assert (tmp_path / "vq" / "export" / "model.safetensors").exists()
+
+
+def test_a_schedule_needs_an_end(tokenizer, tmp_path):
+    for module, data in (
+        (TargetTraining(str(tokenizer), **SMALL), EmojiCaptions(2)),
+        (TokenizerTraining(VQ), EmojiImagesModule(2)),
+    ):
+        with pytest.raises(ValueError, match="max_minutes are both unlimited"):
+            small_trainer(tmp_path, steps=-1).fit(module, data)
+
+
+def test_a_start_of_another_width_is_refused(tokenizer, saved_toy):
+    with pytest.raises(ValueError, match="does not fit this model"):
+        TargetTraining(str(tokenizer), str(saved_toy / "target"), **{**SMALL, "layers": 2})
+    with pytest.raises(ValueError, match="does not fit this model"):
+        TokenizerTraining(dataclasses.replace(VQ, channels=16), start_from=tokenizer)
+    with pytest.raises(ValueError, match="decoder_only needs start_from"):
+        TokenizerTraining(VQ, decoder_only=True)
+
+
+def test_processes_share_an_epoch_of_emojis():
+    images = EmojiImages("train", limit=11)
+    samplers = [EmojiSampler(images, 0, Mock(global_rank=rank, world_size=2)) for rank in range(2)]
+    for sampler in samplers:
+        sampler.set_epoch(3)
+    first, second = map(set, samplers)
+    assert len(first) == len(second) == 5 and not first & second
+    alone = EmojiSampler(images, 0, None)
+    assert sorted(alone) == list(range(11))
+    before = images.placement(0)
+    alone.set_epoch(4)
+    assert images.placement(0) != before or images.placement(1) != before
+
+
+def test_accepted_length_is_measured_in_the_heads_dtype(toy_copy, saved_toy):
+    _, head = toy_copy()
+    head.to(torch.bfloat16)
+    target = load_target(saved_toy / "target", "cpu")
+    data = Mock(
+        held_out_captions=lambda count: ["a b", "c"][:count], cache=Mock(settings=Mock(target=target.fingerprint))
+    )
+    trainer, callback = Mock(datamodule=data, global_step=3), AcceptedLength(str(saved_toy / "target"), 4, Sampling())
+    callback.measure(trainer, Mock(head=head, device="cpu"), "before")
+    (metrics, step), _ = trainer.logger.log_metrics.call_args
+    assert step == 3 and 1 <= metrics["accepted_length"] <= 6
+    assert not any(isinstance(value, LlamaGen) for value in vars(callback).values())
+
+
 def training_of(head, **settings) -> DraftTraining:
     module = DraftTraining(guidance=2.0, noise=0.0, **settings)
     module.head = head
@@ -88,7 +180,7 @@ def test_the_first_draft_has_loss_and_captions_have_none(features):
 
     def goal_changed(slot):
         goals = batch["hidden"].clone()
-        goals[..., slot, :] += 1.0
+        goals[..., slot, :] += 10.0
         captured = {}
         original = module._losses
         module._losses = lambda predicted, goal, trained, branches: (

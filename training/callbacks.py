@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
+from coolsd.checkpoint import same_weights
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
 from coolsd.rules.relaxed import Vanilla
@@ -20,29 +21,31 @@ if TYPE_CHECKING:
 class AcceptedLength(L.Callback):
     """Really decodes held-out captions with the head before and after training: a good loss alone proves nothing.
 
-    Loads the target when it is first needed; losslessly (vanilla), chain of 5, batch of all captions.
+    Loads the target for each measurement; losslessly (vanilla), chain of 5, one batch of at most `captions` samples.
     """
 
     def __init__(self, target: str, captions: int, sampling: Sampling) -> None:
         self.folder, self.captions, self.sampling = target, captions, sampling
-        self.target: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and not trainer.datamodule.held_out_captions(1):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"model.captions is {self.captions}, but the data hold out no sample; "
+                "raise --data.held_out, or set --model.captions 0"
+            )
 
     @rank_zero_only
     def measure(self, trainer: L.Trainer, module: DraftTraining, when: str) -> None:
-        if self.target is None:
-            self.target = load_target(self.folder, str(module.device), "float32")
-        cache = trainer.datamodule.cache  # type: ignore[attr-defined]
-        if self.target.fingerprint != cache.settings.target:
-            raise ValueError(
-                f"the cache was extracted from {cache.settings.target}, but model.target is {self.target.fingerprint}"
-            )
-        captions = [cache[len(cache) - 1 - i].caption for i in range(min(self.captions, len(cache)))]
-        head = module.head
+        head, data = module.head, trainer.datamodule  # type: ignore[attr-defined]
         assert head is not None
+        target = load_target(self.folder, str(module.device), head.fc.weight.dtype)
+        if not same_weights(target.fingerprint, data.cache.settings.target):
+            raise ValueError(
+                f"the cache was extracted from {data.cache.settings.target}, but model.target is {target.fingerprint}"
+            )
+        captions = data.held_out_captions(self.captions)
         training = head.training
-        result = generate(
-            self.target, captions, Chain(head.eval()), Vanilla(), self.sampling, decode_images=False
-        )  # fmt: skip
+        result = generate(target, captions, Chain(head.eval()), Vanilla(), self.sampling, decode_images=False)
         head.train(training)
         length = result.accepted_length.mean().item()
         rank_zero_info(f"accepted length {when} training: {length:.2f} (vanilla, chain of 5, {len(captions)} captions)")

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from coolsd.checkpoint import save_checkpoint
@@ -33,7 +33,20 @@ class Parser(LightningArgumentParser):
 
 
 class CheckpointsExist(Callback):
-    """Stops a run whose checkpoints do not reach the disk: Lightning's save can fail without a word."""
+    """The last step of a run gets a checkpoint, though Lightning saves every so many steps only.  And a run whose
+    checkpoints do not reach the disk is stopped: Lightning's save can fail without a word."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        every = getattr(trainer.checkpoint_callback, "_every_n_train_steps", 0)
+        if trainer.global_step == trainer.max_steps and every and trainer.max_steps % every:
+            self.on_train_end(trainer, pl_module)  # here, for a longer run resumes amid the epoch from it
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Called by all processes, as saving needs."""
+        saver = trainer.checkpoint_callback
+        if isinstance(saver, ModelCheckpoint) and not saver._should_skip_saving_checkpoint(trainer):
+            saver.save_last = True
+            saver._save_last_checkpoint(trainer, saver._monitor_candidates(trainer))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for checkpoint in trainer.checkpoint_callbacks:
@@ -42,6 +55,14 @@ class CheckpointsExist(Callback):
                     raise ValueError(f"checkpoint {path} was not written; look for a full disk or missing permissions")
 
     on_fit_end = on_train_epoch_end
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """config.yaml says how the run was trained; a look at it later must not replace it."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
 
 
 class CLI(LightningCLI):
@@ -84,9 +105,14 @@ class CLI(LightningCLI):
             raise
 
     def before_fit(self) -> None:
+        config = self.config[self.subcommand]
         if self.datamodule is None:
             raise ValueError("no data: add --data CLASS, or a recipe with a data section")
-        wanted = self.config.fit.ckpt_path
+        wanted = config.ckpt_path
+        if wanted is None and self.subcommand != "fit" and config.get("model.init_args.start_from") is None:
+            raise ValueError(
+                f"{self.subcommand} would measure untrained weights; add --ckpt_path RUN/checkpoints/last.ckpt"
+            )
         if wanted == "last":
             logger = self.trainer.logger
             run = Path(getattr(logger, "log_dir", None) or self.trainer.default_root_dir)
@@ -95,10 +121,12 @@ class CLI(LightningCLI):
             ]
             if not any(path for folder in folders for path in Path(folder).glob("last*.ckpt")):
                 raise ValueError(
-                    "--ckpt_path last, but this run has no last.ckpt yet; leave the option out to begin it"
+                    f"--ckpt_path last, but {run} has no last.ckpt yet; leave the option out to begin a fit"
                 )
         elif wanted is not None and wanted not in ("best", "hpc") and not Path(wanted).exists():
             raise FileNotFoundError(f"--ckpt_path {wanted} does not exist")
+
+    before_validate = before_test = before_fit
 
 
 def main(args: list[str] | None = None) -> None:
@@ -110,29 +138,29 @@ def extract(args: list[str]) -> None:
     """Lightning's predict with training.extraction; the cache's own settings.json says how it was made."""
     defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
     quiet = ["--return_predictions", "false", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
-    _run(["predict", *defaults, *quiet, *args], save_config_callback=None)
+    _run(["predict", *defaults, *quiet, *args])
 
 
 def export(args: list[str]) -> None:
-    """A run's checkpoint -> a head folder: config.json, model.safetensors, fingerprint.json."""
+    """A run's newest checkpoint -> a head folder: config.json, model.safetensors, fingerprint.json."""
     parser = argument_parser("export", export.__doc__ or "")
     parser.add_argument("run", type=str, help="folder of the run (--out of fit), or one checkpoint")
     parser.add_argument("--out", type=str, required=True, help="head folder to write")
-    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="which of the run's checkpoints")
     parser.add_argument(
         "--trust", type=bool, default=False, help="unpickle DeepSpeed's state; only for runs of your own"
     )
     options = parser.parse_args(args)
-    path = _find_checkpoint(Path(options.run), options.checkpoint)
+    path = _find_checkpoint(Path(options.run))
     checkpoint = _read_sharded(path, options.trust) if path.is_dir() else _read(path)
     if "eagle" not in checkpoint:
         raise ValueError(f"{path} holds no draft head; export takes a run of training.draft.DraftTraining")
     prefix = "head."
     tensors = {name[len(prefix) :]: t for name, t in checkpoint["state_dict"].items() if name.startswith(prefix)}
-    print(f"{options.out}: head {save_checkpoint(Path(options.out), checkpoint['eagle'], tensors)} from {path}")
+    made = save_checkpoint(Path(options.out), checkpoint["eagle"], tensors)
+    print(f"{options.out}: head {made} from {path}, step {checkpoint['global_step']}")
 
 
-def _run(args: list[str] | None, save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback) -> None:
+def _run(args: list[str] | None) -> None:
     # advertisements of other products, several lines a run
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
     CLI(
@@ -140,7 +168,7 @@ def _run(args: list[str] | None, save_config_callback: type[SaveConfigCallback] 
         args=args,
         parser_class=Parser,
         seed_everything_default=0,
-        save_config_callback=save_config_callback,
+        save_config_callback=SaveRunConfig,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
         # our data modules know which process reads what
@@ -148,22 +176,19 @@ def _run(args: list[str] | None, save_config_callback: type[SaveConfigCallback] 
     )
 
 
-def _find_checkpoint(run: Path, which: str) -> Path:
-    """The newest last.ckpt, or the best by its monitored metric as Lightning noted it in the newest checkpoint."""
+def _find_checkpoint(run: Path) -> Path:
     if run.suffix == ".ckpt":
         return run
     if not run.is_dir():
         raise FileNotFoundError(f"no run at {run}; give the folder that fit wrote with --out")
-    found = sorted((run / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    last = [path for path in found if path.name.startswith("last")] or found
-    if not last:
+    found = list((run / "checkpoints").glob("*.ckpt"))
+    if not found:
         raise FileNotFoundError(f"{run}/checkpoints holds no checkpoint yet")
-    if which == "last" or last[-1].is_dir():
-        return last[-1]
-    for name, state in _read(last[-1]).get("callbacks", {}).items():
-        if name.startswith("ModelCheckpoint") and state.get("best_model_path"):
-            return run / "checkpoints" / Path(state["best_model_path"]).name  # the run may have moved
-    return last[-1]
+
+    def written(path: Path) -> tuple[float, str]:  # a folder (DeepSpeed's) is as new as the newest in it
+        return max(part.stat().st_mtime for part in (path, *path.rglob("*"))), path.name
+
+    return max(found, key=written)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -30,11 +30,10 @@ class DraftTraining(L.LightningModule):
     """loss = SmoothL1(hidden) + classification_weight * soft cross-entropy of each branch
     + guided_weight * soft cross-entropy of the guided distribution, the one that verification sees (0 = EAGLE-1).
 
-    intermediate_size 0 = 8/3 of the hidden size. heads 0 = as many as give the target's head_dim. noise: uniform noise
-    on the input hidden states, +- this many of their standard deviations. unroll: how many steps the head is run on its
-    own output (1 = EAGLE-1; later steps weigh half as much each). Learning rate: linear warm-up, then
-    cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode `captions` held-out
-    captions before and after training (0 = never) and print their accepted length.
+    intermediate_size 0 = 8/3 of the hidden size. guidance: that of decoding, for the acceptance and the guided loss.
+    noise: uniform noise on the input hidden states, +- this many of their standard deviations. Learning rate: linear
+    warm-up, then cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode at most
+    `captions` held-out captions before and after training (0 = never) and print their accepted length.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class DraftTraining(L.LightningModule):
         guided_weight: float = 0.0,
         guidance: float = 1.0,
         noise: float = 0.1,
-        unroll: int = 1,
         target: str | None = None,
         captions: int = 0,
     ) -> None:
@@ -60,8 +58,17 @@ class DraftTraining(L.LightningModule):
     def setup(self, stage: str) -> None:
         if self.head is not None:
             return
+        if getattr(self.trainer.strategy, "zero_stage_3", False):
+            raise ValueError("ZeRO stage 3 would export a head without parameters; use DeepSpeed's stage 1 or 2")
         cache = self.trainer.datamodule.cache  # type: ignore[attr-defined]
         settings, ends = cache.settings, cache.ends()
+        if self.sampling.branches != settings.branches:
+            limit, unconditional = ("above 1", "false") if settings.branches == 2 else ("1", "true")
+            raise ValueError(
+                f"guidance {self.sampling.guidance} needs {self.sampling.branches} branches, but {cache.folder} has "
+                f"{settings.branches}; set --model.guidance {limit}, or extract again with --model.guidance "
+                f"{unconditional}"
+            )
         size = settings.hidden_size
         config = EagleConfig(
             TransformerConfig(
@@ -74,6 +81,7 @@ class DraftTraining(L.LightningModule):
             settings.prompt_slots,
             settings.image_tokens,
             target=settings.target,
+            context=settings.context,
         )
         self.head = EagleHead(config, ends["embedding"].float(), ends["lm_head"].float(), ends["rope"])
 
@@ -89,7 +97,7 @@ class DraftTraining(L.LightningModule):
             raise ValueError(
                 "trainer.max_steps and trainer.max_epochs are both unlimited; the schedule needs one of them"
             )
-        warmup = self.hparams["warmup_steps"]
+        warmup = max(1, self.hparams["warmup_steps"])
 
         def factor(step: int) -> float:
             return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
@@ -106,14 +114,13 @@ class DraftTraining(L.LightningModule):
             "feature": masked_mean(feature_loss(predicted, goal), trained),
             "classification": masked_mean(soft_cross_entropy(logits, goal_logits), trained),
         }
-        if branches == self.sampling.branches:
-            draft = self.sampling.guided(logits.unflatten(0, (-1, branches)))
-            target = self.sampling.guided(goal_logits.unflatten(0, (-1, branches)))
-            both = trained.unflatten(0, (-1, branches)).all(1)
-            if self.hparams["guided_weight"]:
-                losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
-            with torch.no_grad():
-                losses["acceptance"] = masked_mean(acceptance_mass(draft.softmax(-1), target.softmax(-1)), both)
+        draft = self.sampling.guided(logits.unflatten(0, (-1, branches)))
+        target = self.sampling.guided(goal_logits.unflatten(0, (-1, branches)))
+        both = trained.unflatten(0, (-1, branches)).all(1)
+        if self.hparams["guided_weight"]:
+            losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
+        with torch.no_grad():
+            losses["acceptance"] = masked_mean(acceptance_mass(draft.softmax(-1), target.softmax(-1)), both)
         return losses
 
     def _step(self, batch: dict[str, Any], stage: str) -> Tensor:
@@ -128,28 +135,18 @@ class DraftTraining(L.LightningModule):
         if stage == "train" and self.hparams["noise"]:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.hparams["noise"] * hidden.std()
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
-        total = hidden.new_zeros(())
-        for step in range(self.hparams["unroll"] if stage == "train" else 1):
-            predicted = self.head(tokens, hidden, rope, mask)
-            losses = self._losses(predicted, goal, trained, branches)
-            loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
-            loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
-            total = total + 0.5**step * loss
-            if step == 0:
-                for name, value in {"loss": loss, **losses}.items():
-                    bar = name in ("loss", "acceptance")
-                    self.log(
-                        f"{stage}/{name}",
-                        value,
-                        prog_bar=bar,
-                        batch_size=batch["hidden"].shape[0],
-                        sync_dist=stage != "train",
-                    )
-            # the next step sees this step's output as the hidden state of the same slot
-            hidden = torch.cat([hidden[:, :1], predicted[:, :-1]], dim=1)
-        if not torch.isfinite(total):
-            raise ValueError(f"loss is {total.item()} at step {self.global_step}; lower model.learning_rate")
-        return total
+        predicted = self.head(tokens, hidden, rope, mask, context=rows.get("context"))
+        losses = self._losses(predicted, goal, trained, branches)
+        loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
+        loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
+        for name, value in {"loss": loss, **losses}.items():
+            bar = name in ("loss", "acceptance")
+            self.log(
+                f"{stage}/{name}", value, prog_bar=bar, batch_size=batch["hidden"].shape[0], sync_dist=stage != "train"
+            )  # fmt: skip
+        if not torch.isfinite(loss):
+            raise ValueError(f"loss is {loss.item()} at step {self.global_step}; lower model.learning_rate")
+        return loss
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         return self._step(batch, "train")

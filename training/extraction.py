@@ -198,6 +198,7 @@ class Extraction(L.LightningModule):
             samples=len(data.chosen),
             samples_per_shard=self.samples_per_shard,
             dtype=self.cache_dtype,
+            context="context" in prompt.inputs,
             settings=how,
         )
         self.writer = FeatureCacheWriter(self.folder, self.settings)
@@ -231,11 +232,13 @@ class Extraction(L.LightningModule):
         ids = torch.cat([caption, tokens[:, None].expand(-1, prompt.branches, -1)], dim=-1)  # [B, G, P + T]
         held = torch.cat([prompt.mask, torch.ones_like(ids[..., prompt.mask.shape[-1] :], dtype=torch.bool)], dim=-1)
         hidden, ids, held = output.hidden_states.cpu(), ids.cpu(), held.cpu()
+        context = prompt.inputs["context"].cpu() if self.settings.context else None
         self.pending += [
             CachedSample(
                 words,
                 tuple(hidden[b, g][held[b, g]] for g in range(prompt.branches)),
                 tuple(ids[b, g][held[b, g]] for g in range(prompt.branches)),
+                None if context is None else context[b],
             )
             for b, words in enumerate(batch.captions)
         ]

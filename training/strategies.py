@@ -22,7 +22,7 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
     DeepSpeed builds one small operator on first use, with the C++ compiler and ninja (pip install coolsd[test]).
 
     Args:
-        stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+        stage: 1 (shards the optimizer's state) or 2 (gradients too).
         bucket_size: Elements reduced at once; small models need little.
         config: A DeepSpeed config (dict or JSON file) that replaces all of the above.
     """

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from coolsd.checkpoint import load_strictly
 from coolsd.decode import generate
 from coolsd.image_tokenizers import load_image_tokenizer
 from coolsd.interfaces import Prompt, Round
@@ -27,7 +28,7 @@ from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
 from coolsd.transformer import TransformerConfig
 from data.emoji.dataset import EmojiImages, items
 from training.muon import MuonAdamW
-from training.tokenizer import EpochOrder
+from training.tokenizer import EmojiSampler
 
 
 def caption_tokenizer(captions: list[str]) -> Tokenizer:
@@ -90,7 +91,8 @@ class EmojiCaptions(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         dataset = self.images("train", self.seed)
-        return DataLoader(dataset, self.batch_size, sampler=EpochOrder(dataset, self.seed), drop_last=True)
+        sampler = EmojiSampler(dataset, self.seed, self.trainer)
+        return DataLoader(dataset, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.images("combo", self.seed, self.held_out_images), self.batch_size)
@@ -131,7 +133,6 @@ class TargetTraining(L.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.hyper = self.hparams
         self.seconds = 0.0  # training time, kept across a resume
         image_tokenizer = load_image_tokenizer(tokenizer)
         captions = sorted({item.caption for split in ("train", "combo", "novel") for item in items(split, core=True)})
@@ -150,39 +151,42 @@ class TargetTraining(L.LightningModule):
         self._initialize()
         if start_from is not None:
             old = load_target(start_from, device="cpu", dtype="float32")
-            self.target.load_state_dict(deepen(old.state_dict(), old.config.transformer.layers, layers))
+            load_strictly(self.target, deepen(old.state_dict(), old.config.transformer.layers, layers), start_from)
 
     def _initialize(self) -> None:
-        layers = self.hyper["layers"]
+        layers = self.hparams["layers"]
         for name, parameter in self.target.named_parameters():
             if parameter.ndim == 2 and not name.startswith(("null_caption", "sketch")):
                 scale = math.sqrt(2 * layers) if name.endswith(("output.weight", "down.weight")) else 1.0
                 torch.nn.init.normal_(parameter, std=0.02 / scale)
         torch.nn.init.normal_(
-            self.target.caption_encoder.embedding.weight, std=1 / math.sqrt(self.hyper["caption_dim"])
+            self.target.caption_encoder.embedding.weight, std=1 / math.sqrt(self.hparams["caption_dim"])
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in self.target.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if name.startswith("transformer.layers.") and p.ndim == 2]
         others = [p for name, p in named if not (name.startswith("transformer.layers.") and p.ndim == 2)]
-        return MuonAdamW(matrices, others, self.hyper["learning_rate"], self.hyper["weight_decay"])
+        return MuonAdamW(matrices, others, self.hparams["learning_rate"], self.hparams["weight_decay"])
+
+    def on_fit_start(self) -> None:
+        if self.trainer.max_steps < 0 and math.isinf(self.hparams["max_minutes"]):
+            raise ValueError("trainer.max_steps and model.max_minutes are both unlimited; set one of them")
 
     def progress(self) -> float:
         """0 to 1, by steps or by minutes, whichever is further: a busy machine still finishes its schedule."""
-        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.hyper["max_minutes"])
+        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.hparams["max_minutes"])
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_index: int) -> None:
         self.started = time.monotonic()
-        flat = self.hyper["flat_fraction"]
+        flat, warmup = self.hparams["flat_fraction"], max(1, self.hparams["warmup_steps"])
         cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (self.progress() - flat) / (1 - flat)))))
         for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = (
-                self.hyper["learning_rate"] * cosine * min(1.0, (self.global_step + 1) / self.hyper["warmup_steps"])
-            )
+            group["lr"] = self.hparams["learning_rate"] * cosine * min(1.0, (self.global_step + 1) / warmup)
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_index: int) -> None:
-        self.seconds += time.monotonic() - self.started
+        seconds = self.seconds + time.monotonic() - self.started
+        self.seconds = self.trainer.strategy.broadcast(seconds)  # one clock: all processes stop at the same step
         if self.progress() >= 1:
             self.trainer.should_stop = True
 
@@ -195,7 +199,8 @@ class TargetTraining(L.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         with torch.no_grad():
             tokens = self.target.encode_images(batch["image"])
-        branch = (torch.rand(tokens.shape[0], device=self.device) < self.hyper["caption_dropout"]).long()
+        chance = torch.rand(self.trainer.world_size, tokens.shape[0], device=self.device)[self.global_rank]
+        branch = (chance < self.hparams["caption_dropout"]).long()
         loss = negative_log_likelihood(
             self.target, choose_branch(self.target.encode(batch["caption"], True), branch), tokens
         ).mean()
@@ -212,12 +217,12 @@ class TargetTraining(L.LightningModule):
         self.log("val/caption_gap", unconditional - conditional, prog_bar=True, batch_size=tokens.shape[0])
 
     def on_validation_epoch_end(self) -> None:
-        """Draw held-out captions, note the entropy of what they were drawn from, keep the newest export."""
+        """Draw held-out captions, note the entropy of what they were drawn from, keep the newest export of a fit."""
         if self.trainer.sanity_checking:
             return
         held_out = EmojiImages("combo", core=True, limit=24)
         captions = [held_out[i]["caption"] for i in range(len(held_out))]
-        sampling = Sampling(guidance=self.hyper["guidance"])
+        sampling = Sampling(guidance=self.hparams["guidance"])
         entropies: list[Tensor] = []
 
         def note(turn: Round) -> None:
@@ -228,7 +233,8 @@ class TargetTraining(L.LightningModule):
         if self.logger is not None and result.images is not None:
             grid = result.images.unflatten(0, (4, 6)).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
             self.logger.experiment.add_image("combo", grid, self.global_step)  # type: ignore[attr-defined]
-        self.export(Path(self.trainer.default_root_dir) / "export" / "target")
+        if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
+            self.export(Path(self.trainer.default_root_dir) / "export" / "target")
 
     def export(self, folder: Path) -> None:
         self.target.save(folder, torch.bfloat16)  # measured: costs no likelihood

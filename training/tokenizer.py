@@ -2,19 +2,21 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning import LightningDataModule, LightningModule
+from lightning import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torchmetrics.image import PeakSignalNoiseRatio
 
+from coolsd.checkpoint import load_strictly
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
 from data.emoji.dataset import EmojiImages
+from data.loader import EpochSampler
 from training.muon import orthogonalize
 
 HELD_OUT = ("novel", "combo")
@@ -86,14 +88,16 @@ class TokenizerTraining(LightningModule):
         decoder_only: bool = False,
     ) -> None:
         super().__init__()
+        if decoder_only and start_from is None:
+            raise ValueError("decoder_only needs start_from, the tokenizer whose tokens it keeps")
         self.tokenizer = LlamaGenVQ(tokenizer)
         if start_from is not None:
-            self.tokenizer.load_state_dict(load_image_tokenizer(start_from).state_dict())
+            load_strictly(self.tokenizer, load_image_tokenizer(start_from).state_dict(), start_from)
         self.decoder_only = decoder_only
         if decoder_only:
             for part in (self.tokenizer.encoder, self.tokenizer.quant_conv, self.tokenizer.quantize):
                 part.requires_grad_(False)
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, max(1, warmup_steps)
         self.max_minutes, self.unquantised_steps = max_minutes, unquantised_steps
         self.restart_every, self.restart_until, self.commitment = restart_every, restart_until, commitment
         self.loss_weights = {"mse": mse, "l1": l1, "edges": edges}
@@ -110,6 +114,10 @@ class TokenizerTraining(LightningModule):
             for muon in (True, False)
         ]
         return ConvMuon(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+
+    def on_fit_start(self) -> None:
+        if self.trainer.max_steps < 0 and math.isinf(self.max_minutes):
+            raise ValueError("trainer.max_steps and model.max_minutes are both unlimited; set one of them")
 
     def progress(self) -> float:
         return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.max_minutes)
@@ -155,13 +163,16 @@ class TokenizerTraining(LightningModule):
 
     @torch.no_grad()
     def replace_codes(self, which: Tensor, vectors: Tensor) -> None:
-        """which [n] code ids, vectors [M, C] encoder outputs of this batch."""
+        """which [n] code ids, vectors [M, C] encoder outputs of this batch.  All processes take the first's codes."""
         chosen = vectors[torch.randint(len(vectors), (len(which),), device=vectors.device)]
         noise = torch.randn_like(chosen) * 0.01  # two codes from one background pixel must differ
-        self.tokenizer.quantize.embedding.weight[which.to(vectors.device)] = F.normalize(chosen + noise, dim=-1)
+        weight = self.tokenizer.quantize.embedding.weight
+        weight[which.to(vectors.device)] = F.normalize(chosen + noise, dim=-1)
+        weight.copy_(self.trainer.strategy.broadcast(weight.detach().cpu()))
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
-        self.seconds += time.monotonic() - self.started
+        seconds = self.seconds + time.monotonic() - self.started
+        self.seconds = self.trainer.strategy.broadcast(seconds)  # one clock: all processes stop at the same step
         if self.progress() >= 1:
             self.trainer.should_stop = True
 
@@ -198,26 +209,22 @@ class TokenizerTraining(LightningModule):
 
     def export(self) -> None:
         """config.json and model.safetensors in <run folder>/export."""
-        if self.trainer.is_global_zero:
-            self.tokenizer.save(Path(self.trainer.log_dir or self.trainer.default_root_dir) / "export")
+        folder = self.trainer.log_dir or self.trainer.default_root_dir  # log_dir asks all processes
+        if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
+            self.tokenizer.save(Path(folder) / "export")
 
 
-class EpochOrder(Sampler[int]):
-    """A permutation that is a function of (seed, epoch) alone; Lightning calls `set_epoch`."""
+class EmojiSampler(EpochSampler):
+    """A process's share of an epoch's permutation; the images draw their jitter anew with each epoch."""
 
-    def __init__(self, dataset: EmojiImages, seed: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, 0
+    def __init__(self, images: EmojiImages, seed: int, trainer: Trainer | None) -> None:
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        super().__init__(len(images), seed, rank, world_size)
+        self.images = images
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
-        yield from torch.randperm(len(self.dataset), generator=generator).tolist()
+        super().set_epoch(epoch)
+        self.images.set_epoch(epoch)
 
 
 class EmojiImagesModule(LightningDataModule):
@@ -229,7 +236,8 @@ class EmojiImagesModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         dataset = EmojiImages(split="train", core=False, seed=self.seed)
-        return DataLoader(dataset, self.batch_size, sampler=EpochOrder(dataset, self.seed), drop_last=True)
+        sampler = EmojiSampler(dataset, self.seed, self.trainer)
+        return DataLoader(dataset, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> list[DataLoader]:
         sets = [EmojiImages(split=name, core=True, seed=self.seed, limit=self.held_out_images) for name in HELD_OUT]

@@ -1,4 +1,4 @@
-"""Lightning's verbs as commands: fit, validate, test, predict, and extract, which is predict with our modules.
+"""Lightning's verbs as commands: fit, validate, test, and extract, which is predict with our modules.
 
 Knows how they are called; Lightning, which takes seconds to import, is loaded only when one of them runs.
 """
@@ -32,11 +32,6 @@ def validate(args: list[str]) -> None:
 def test(args: list[str]) -> None:
     """Test metrics of a checkpoint."""
     _run("test", args, test.__doc__)
-
-
-def predict(args: list[str]) -> None:
-    """Lightning's predict, for modules of your own."""
-    _run("predict", args, predict.__doc__)
 
 
 def extract(args: list[str]) -> None:

@@ -32,6 +32,11 @@ class Chain:
         valid = prompt.mask.flatten(0, 1) if self.head.config.mask_prefix_pads else None
         room = slots + self.head.config.image_tokens + 2 * self.nodes
         self.cache = self.head.transformer.new_cache(len(token) * self.branches, room, valid)
+        self.context: Tensor | None = None
+        if self.head.config.context:
+            if "context" not in prompt.inputs:
+                raise ValueError("the head was trained with a caption context, which this target does not give")
+            self.context = self.head.shifted(prompt.inputs["context"].flatten(0, 1))
         tokens = torch.full((len(token), slots), -1, device=token.device)
         tokens[:, -1] = token
         self._pend(tokens, output.hidden_states, torch.full_like(token, slots), slots)
@@ -47,7 +52,8 @@ class Chain:
         cache, head = self.cache, self.head
         tokens, hidden = self.pending
         flat, mask = cache.place(tokens.shape[1])
-        hidden = head(tokens, hidden, self._rope(tokens.shape[1]), mask, cache, flat)
+        rope, context = self._places(tokens.shape[1])
+        hidden = head(tokens, hidden, rope, mask, cache, flat, context)
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         hidden = hidden[rows, self.count - 1][:, None]  # [R, 1, H]
         cache.keep(None, self.count, self.longest)
@@ -56,7 +62,7 @@ class Chain:
         steps = self.depth - 1
         if steps:
             flat, mask = cache.place(steps)
-            flat, rope = flat.view(-1, steps), self._rope(steps)
+            flat, (rope, context) = flat.view(-1, steps), self._places(steps)
         for step in range(self.depth):
             draft = self.sampling.probs(head.logits(hidden).unflatten(0, (-1, self.branches)))  # [B, 1, V]
             token = draw(draft, uniforms[:, step : step + 1])
@@ -64,12 +70,19 @@ class Chain:
             probs.append(draft)
             if step < steps:
                 pair = token.repeat_interleave(self.branches, 0)
-                hidden = head(pair, hidden, rope[:, step : step + 1], mask[:, :, step : step + 1], cache, flat[:, step])
+                at = slice(step, step + 1)
+                seen = None if context is None else context[:, at]
+                hidden = head(pair, hidden, rope[:, at], mask[:, :, at], cache, flat[:, step], seen)
         return DraftTree(torch.cat(drafted, 1), self.parent, torch.cat(probs, 1))
 
-    def _rope(self, count: int) -> Tensor:
-        position = self.cache.length[:, None] + torch.arange(1, count + 1, device=self.cache.length.device)
-        return self.head.rope[position.clamp(max=self.head.rope.shape[0] - 1)]
+    def _places(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Rotary rows and context of the tokens of the next `count` pairs."""
+        position = self.cache.length[:, None] + torch.arange(1, count + 1, device=self.cache.length.device)  # [R, N]
+        rope = self.head.rope[position.clamp(max=self.head.rope.shape[0] - 1)]
+        if self.context is None:
+            return rope, None
+        token = (position - self.slots_before + 1).clamp(0, self.context.shape[1] - 1)
+        return rope, self.context[torch.arange(len(token), device=token.device)[:, None], token]
 
     def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
         self._pend(verification.tokens, output.hidden_states, verification.emitted, self.slots_before + committed - 1)

@@ -24,6 +24,7 @@ class EagleConfig:
 
     own_embedding: the head brings its token embedding (published heads do) instead of sharing the target's.
     mask_prefix_pads: padded prompt slots are not attended (published heads attend them).
+    context: the token embedding includes what the target adds to it for the caption (`Prompt.inputs["context"]`).
     """
 
     transformer: TransformerConfig
@@ -34,6 +35,7 @@ class EagleConfig:
     bias: bool = True
     own_embedding: bool = False
     mask_prefix_pads: bool = True
+    context: bool = False
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EagleConfig:
@@ -98,6 +100,12 @@ class EagleHead(nn.Module):
         self._table = None
         return self
 
+    def train(self, mode: bool = True) -> EagleHead:
+        super().train(mode)
+        if mode:
+            self._table = None  # it would not follow the weights
+        return self
+
     def prepare(self) -> EagleHead:
         """Fold the embedding half of fc into a table [V + 1, H], so that a draft step multiplies half as much.
 
@@ -110,6 +118,16 @@ class EagleHead(nn.Module):
             self._feature = self.fc.weight[:, size:].contiguous()
         return self
 
+    def shifted(self, context: Tensor) -> Tensor:
+        """Prompt's context [R, T + 1, H] -> [R, T + 1, H] by image tokens read: row 0 is no token, row n + 1 token n.
+
+        Of a prepared head it has gone through fc, as `forward` then wants it.
+        """
+        context = torch.cat([torch.zeros_like(context[:, :1]), context[:, 1:]], dim=1)
+        if self._table is None:
+            return context
+        return torch.nn.functional.linear(context, self.fc.weight[:, : self.config.transformer.hidden_size])
+
     def forward(
         self,
         tokens: Tensor,
@@ -118,16 +136,19 @@ class EagleHead(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
         flat: Tensor | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
         """tokens long [R, N] (token i + 1 of each pair; -1 = a caption slot), hidden_states [R, N, H] -> [R, N, H].
 
-        rope [R or 1, N, D / 2, 2]: rows i + 1 of the table. mask, cache, flat as in `Transformer`.
+        rope [R or 1, N, D / 2, 2]: rows i + 1 of the table. mask, cache, flat as in `Transformer`. context [R, N, H]:
+        rows of `shifted` for these tokens, for a head whose config asks for it.
         """
-        if self._table is not None and not self.training:
-            x = self._table[tokens] + torch.nn.functional.linear(hidden_states, self._feature)
+        table = torch.cat([self.embedding, self.prefix_embedding[None]]) if self._table is None else self._table
+        token = table[tokens] if context is None else table[tokens] + context
+        if self._table is None:
+            x = self.fc(torch.cat([token, hidden_states], dim=-1))
         else:
-            table = torch.cat([self.embedding, self.prefix_embedding[None]])
-            x = self.fc(torch.cat([table[tokens], hidden_states], dim=-1))
+            x = token + torch.nn.functional.linear(hidden_states, self._feature)
         return self.transformer(x, rope, mask, cache, flat)
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class CaptionSketch(nn.Module):
     """One pooled caption vector, unfolded over the grid: what a word-level encoder can say about where things are.
 
     The pooled vector becomes a plane of `rank` channels per image token; the input that predicts token n gets the
-    plane at n .. n + reach - 1 added (a draft head, which sees hidden states only, so knows what comes next too).
+    plane at n .. n + reach - 1 added, so that hidden states, all that a draft head sees, know what comes next too.
     Computed once per caption, costs nothing per token.
     """
 
@@ -188,23 +188,23 @@ class LlamaGen(nn.Module):
         if self.sketch is not None:
             pooled = features.sum(1) / mask.sum(1, keepdim=True).to(features.dtype).sqrt()
             pooled_branches = [pooled, self.sketch.null.expand_as(pooled)] if guidance else [pooled]
-            inputs["sketch"] = self.sketch(torch.stack(pooled_branches, dim=1))  # [B, G, T + 1, H]
+            inputs["context"] = self.sketch(torch.stack(pooled_branches, dim=1))  # [B, G, T + 1, H]
         return Prompt(tuple(captions), mask[:, None].expand(-1, len(branches), -1), inputs)
 
     def _prompt_embeddings(self, prompt: Prompt) -> Tensor:
         x = self.caption_projection(prompt.inputs["features"]).flatten(0, 1)  # [R, P, H]
         if self.sketch is None:
             return x
-        return torch.cat([x[:, :-1], x[:, -1:] + prompt.inputs["sketch"].flatten(0, 1)[:, :1]], dim=1)
+        return torch.cat([x[:, :-1], x[:, -1:] + prompt.inputs["context"].flatten(0, 1)[:, :1]], dim=1)
 
     def _token_embeddings(self, tokens: Tensor, index: Tensor, prompt: Prompt) -> Tensor:
         """tokens [B, N] at image positions index [R or 1, N] -> [R, N, H]."""
         x = self.embedding(tokens).repeat_interleave(prompt.branches, dim=0)
         if self.sketch is None:
             return x
-        sketch = prompt.inputs["sketch"].flatten(0, 1)
-        rows = torch.arange(sketch.shape[0], device=index.device)[:, None]
-        return x + sketch[rows, (index + 1).clamp(max=self.image_tokens)]
+        context = prompt.inputs["context"].flatten(0, 1)
+        rows = torch.arange(context.shape[0], device=index.device)[:, None]
+        return x + context[rows, (index + 1).clamp(max=self.image_tokens)]
 
     def _output(self, hidden: Tensor, branches: int, logits_from: int = 0) -> TargetOutput:
         logits = self.lm_head(hidden[:, logits_from:])
