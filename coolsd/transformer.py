@@ -7,13 +7,17 @@ and fewer, larger ones are faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coolsd.kv_cache import KVCache
+
+PACKED_BYTES = 1 << 24  # larger weights are not kept twice
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,49 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
+def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """x -> x W^T, fast, for a weight that no longer changes.
+
+    On a CPU in float32 it goes through a copy in oneDNN's own layout: with few rows, which decoding is made of, that
+    takes a third less time than MKL (AMD with AVX2, 2 and 12 rows, 256 to 1408 wide).
+    """
+    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if not plain or weight.nbytes > PACKED_BYTES:
+        return lambda x: F.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+class Linear(nn.Linear):
+    """x W^T; `freeze` makes it faster without gradients, until the weight moves or is trained."""
+
+    product: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def freeze(self) -> None:
+        self.product = product(self.weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        self.product = None
+        return super()._apply(fn, recurse)
+
+    def train(self, mode: bool = True) -> Linear:
+        self.product = None if mode else self.product
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.product is None or torch.is_grad_enabled() else self.product(x)
+
+
+def freeze(model: nn.Module) -> None:
+    """`Linear.freeze` everywhere in a model that no longer trains."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.freeze()
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in float32."""
 
@@ -82,8 +129,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         heads = config.heads + 2 * config.key_heads
-        self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.qkv = Linear(config.hidden_size, heads * config.head_dim)
+        self.output = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None, layer: int, flat: Tensor | None
@@ -109,8 +156,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
+        self.down = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

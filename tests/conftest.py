@@ -108,11 +108,13 @@ def p_value():
         expected = law / law.sum() * counts.sum()
         if bool((counts[expected == 0] > 0).any()):
             return 0.0
-        rare = expected < 5
-        observed, wanted = counts[~rare], expected[~rare]
-        if float(expected[rare].sum()) > 0:
-            observed = torch.cat([observed, counts[rare].sum()[None]])
-            wanted = torch.cat([wanted, expected[rare].sum()[None]])
+        order = expected.argsort()
+        pooled = max(
+            int((expected < 5).sum()), int((expected[order].cumsum(0) < 5).sum()) + 1
+        )  # of at least 5 together
+        rare, common = order[:pooled], order[pooled:]
+        observed = torch.cat([counts[rare].sum()[None], counts[common]])
+        wanted = torch.cat([expected[rare].sum()[None], expected[common]])
         statistic = float(((observed - wanted) ** 2 / wanted).sum())
         return float(stats.chi2.sf(statistic, len(observed) - 1))
 

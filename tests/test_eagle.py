@@ -219,7 +219,7 @@ def test_chain_draws_its_tokens_from_what_it_reports(toy, p_value):
 
     with pytest.raises(Stop):
         generate(
-            target, ["a b"] * 6_000, Chain(head, 2), Vanilla(), Sampling(temperature=0.7), decode_images=False,
+            target, ["a b"] * 6_000, Chain(head, 2), Vanilla(), Sampling(temperature=2.0), decode_images=False,
             observer=catch,
         )  # fmt: skip
     tree = caught[0]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coolsd.transformer import Block, RMSNorm, Transformer, TransformerConfig, grid_rope, rotate
+from coolsd.transformer import Block, RMSNorm, Transformer, TransformerConfig, freeze, grid_rope, rotate
 from coolsd.tree import ancestors
 
 PLAIN = TransformerConfig(32, 2, 4, 40)
@@ -158,3 +158,17 @@ def test_impossible_shapes_are_refused():
         TransformerConfig(30, 1, 4, 8)
     with pytest.raises(ValueError, match="heads 4 is not a multiple of kv_heads 3"):
         TransformerConfig(32, 1, 4, 8, kv_heads=3)
+
+
+def test_frozen_products_are_the_same_and_thaw(rng):
+    model = Transformer(TransformerConfig(32, 2, 2, 48)).eval().requires_grad_(False)
+    x, rope = torch.randn(3, 5, 32, generator=rng), grid_rope(0, 3, 3, 16)[None, :5]
+    plain = model(x, rope)
+    freeze(model)
+    with torch.inference_mode():
+        frozen = model(x, rope)
+        assert any(part.product is not None for part in model.modules() if hasattr(part, "product"))
+        torch.testing.assert_close(frozen, plain, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        model.layers[0].attention.qkv.weight.add_(1)
+        assert not torch.allclose(model.train()(x, rope), plain)  # training reads the weights themselves

@@ -8,6 +8,7 @@ Used unchanged by training and decoding. Knows hidden states and tokens; knows n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from coolsd.kv_cache import KVCache
-from coolsd.transformer import Transformer, TransformerConfig
+from coolsd.transformer import Transformer, TransformerConfig, freeze, product
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class EagleHead(nn.Module):
     embedding: Tensor
     lm_head: Tensor
     rope: Tensor
-    _feature: Tensor
+    _feature: Callable[[Tensor], Tensor]
+    _output: Callable[[Tensor], Tensor]
 
     def __init__(self, config: EagleConfig, embedding: Tensor, lm_head: Tensor, rope: Tensor) -> None:
         super().__init__()
@@ -115,7 +117,8 @@ class EagleHead(nn.Module):
         with torch.no_grad():
             table = torch.cat([self.embedding, self.prefix_embedding[None]])
             self._table = torch.nn.functional.linear(table, self.fc.weight[:, :size], self.fc.bias)
-            self._feature = self.fc.weight[:, size:].contiguous()
+            self._feature, self._output = product(self.fc.weight[:, size:].contiguous()), product(self.lm_head)
+            freeze(self)
         return self
 
     def shifted(self, context: Tensor) -> Tensor:
@@ -148,9 +151,11 @@ class EagleHead(nn.Module):
         if self._table is None:
             x = self.fc(torch.cat([token, hidden_states], dim=-1))
         else:
-            x = token + torch.nn.functional.linear(hidden_states, self._feature)
+            x = token + self._feature(hidden_states)
         return self.transformer(x, rope, mask, cache, flat)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., V] by the target's own output matrix, with no further norm."""
-        return torch.nn.functional.linear(hidden_states, self.lm_head)
+        if self._table is None:
+            return torch.nn.functional.linear(hidden_states, self.lm_head)
+        return self._output(hidden_states)

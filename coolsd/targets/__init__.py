@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from coolsd.checkpoint import find_folder, fingerprint, read_json, read_tensors
+from coolsd.transformer import freeze
 
 ARCHITECTURES = {"llamagen": "coolsd.targets.llamagen:LlamaGen"}
 
@@ -74,4 +75,6 @@ def load_target(
             break
     if compile:
         target.transformer.compile(dynamic=False)
+    else:
+        freeze(target)
     return target

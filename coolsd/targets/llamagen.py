@@ -25,7 +25,7 @@ from coolsd import tree as trees
 from coolsd.checkpoint import load_strictly, save_checkpoint
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
 from coolsd.kv_cache import KVCache
-from coolsd.transformer import Transformer, TransformerConfig, grid_rope
+from coolsd.transformer import Linear, Transformer, TransformerConfig, grid_rope
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class LlamaGen(nn.Module):
             else None
         )
         self.transformer = Transformer(config.transformer)
-        self.lm_head = nn.Linear(self.hidden_size, config.codebook_size, bias=False)
+        self.lm_head = Linear(self.hidden_size, config.codebook_size)
         rope = grid_rope(config.prompt_slots, *config.grid, config.transformer.head_dim, config.rope_base)
         self.register_buffer("rope", rope, persistent=False)
         object.__setattr__(self, "image_tokenizer", image_tokenizer)  # not a part of this module's weights
