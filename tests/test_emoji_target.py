@@ -46,7 +46,7 @@ def test_the_shipped_pair_decodes_any_caption(target):
 
 
 class Liar:
-    """A chain that draws from other distributions than it reports: the negative control."""
+    """A chain that reports quite other distributions than it draws from: the negative control."""
 
     def __init__(self, chain):
         self.chain = chain
@@ -56,7 +56,7 @@ class Liar:
 
     def propose(self, uniforms):
         tree = self.chain.propose(uniforms)
-        return dataclasses.replace(tree, draft_probs=0.8 * tree.draft_probs + 0.2 * tree.draft_probs.roll(1, -1))
+        return dataclasses.replace(tree, draft_probs=tree.draft_probs.roll(1, -1))
 
 
 def two_sample_p_values(one, other, positions):
@@ -72,27 +72,27 @@ def two_sample_p_values(one, other, positions):
 
 @pytest.mark.slow
 def test_vanilla_chain_and_plain_decoding_have_the_same_token_marginals(capsys):
-    # the first 5 rows of 16 tokens of 512 images; a token depends on no later one, so the rest need not be decoded
+    # the first 3 rows of 16 tokens of 512 images; a token depends on no later one, so the rest need not be decoded
     target = coolsd.load_target("emoji/target", device="cpu", dtype="float32")
-    target.image_tokens = 80
-    positions = (5, 20, 35, 40, 52, 57, 68, 75)
+    target.image_tokens = 48
+    positions = (5, 17, 22, 27, 33, 37, 42, 46)
     captions = [f"{style} emoji of a red apple" for style in ("noto", "twemoji")] * 64
     sampling = coolsd.Sampling(guidance=1.5)
 
-    def tokens(drafter, rule, seed):
+    def tokens(drafter, rule, seed, images=512):
         runs = [
             coolsd.generate(
                 target, captions, drafter, rule, sampling, seed, range(start, start + 128), decode_images=False,
                 certificates=False,
             ).tokens
-            for start in range(0, 512, 128)
+            for start in range(0, images, 128)
         ]  # fmt: skip
         return torch.cat(runs)
 
     chain = coolsd.Chain(coolsd.load_head("emoji/draft", target), 5)
     plain = tokens(None, None, seed=1)
     same = two_sample_p_values(plain, tokens(chain, coolsd.Vanilla(), seed=2), positions)
-    control = two_sample_p_values(plain, tokens(Liar(chain), coolsd.Vanilla(), seed=3), positions)
+    control = two_sample_p_values(plain, tokens(Liar(chain), coolsd.Vanilla(), seed=3, images=256), positions)
     with capsys.disabled():
         print("\np-values, plain against vanilla chain:", *(f"{p:.3f}" for p in same))
         print("p-values, plain against a chain that lies about its draft:", *(f"{p:.1e}" for p in control))
