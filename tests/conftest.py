@@ -94,6 +94,25 @@ def distributions():
     return make
 
 
+class _Liar:
+    def __init__(self, chain, share):
+        self.chain, self.share = chain, share
+
+    def __getattr__(self, name):
+        return getattr(self.chain, name)
+
+    def propose(self, uniforms):
+        tree = self.chain.propose(uniforms)
+        wrong = tree.draft_probs.roll(1, -1)
+        return dataclasses.replace(tree, draft_probs=torch.lerp(tree.draft_probs, wrong, self.share))
+
+
+@pytest.fixture(scope="session")
+def liar():
+    """liar(chain, share): reports distributions of which this share is false, a negative control of losslessness."""
+    return _Liar
+
+
 @pytest.fixture(scope="session")
 def p_value():
     """p_value(counts, law) of Pearson's chi-square; outcomes expected fewer than 5 times are pooled.
