@@ -24,7 +24,10 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a temporary file, then put it in place: a reader sees the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the user's umask allows; safetensors leaves files to their owner only
         write(temporary)
+        temporary.chmod(mode)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

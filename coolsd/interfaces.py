@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from coolsd import tree as trees
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -46,23 +48,35 @@ class TargetOutput:
 class DraftTree:
     """Drafted tokens as a tree whose node 0 is the last committed token.
 
-    tokens: long [B, N]. parent: N integers, parent[0] = -1, parents stand before children, siblings in test order.
+    tokens: long [B, N]. parent: N integers, parent[0] = -1, parents stand before children, siblings in test order; or
+    long [B, N] where rows differ, and then depth (of the deepest node) and width (most children of a node) are given.
     draft_probs: float32 [B, I, V], row i = the distribution from which the children of node i were drawn
     (I = 1 + the last node that has children; without replacement among siblings).
-    chosen: the children are the draft's top tokens instead of samples. present: bool [B, N] or None (= all);
-    an absent node is never tested, and behind an absent sibling all later ones are absent.
+    chosen: the children are the draft's top tokens instead of samples; draft_probs is not read, its V aside. present:
+    bool [B, N] or None (= all); an absent node is never tested, and behind an absent sibling all later ones are absent.
     A chain is the tree with parent (-1, 0, 1, ...).
     """
 
     tokens: Tensor
-    parent: tuple[int, ...]
+    parent: tuple[int, ...] | Tensor
     draft_probs: Tensor
     chosen: bool = False
     present: Tensor | None = None
+    depth: int = 0
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parent, tuple):
+            object.__setattr__(self, "depth", max(trees.node_depths(self.parent)))
+            object.__setattr__(self, "width", trees.width(self.parent))
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
 
     @property
     def is_chain(self) -> bool:
-        return self.parent == tuple(range(-1, len(self.parent) - 1))
+        return isinstance(self.parent, tuple) and self.parent == tuple(range(-1, len(self.parent) - 1))
 
 
 @dataclass(frozen=True)
@@ -176,13 +190,19 @@ class Drafter(Protocol):
 
 
 class AcceptanceRule(Protocol):
-    """How much of the draft's mass to accept at one position: a function of two distributions (THEORY.md section 3)."""
+    """How much of the draft's mass to accept at one position: a function of two distributions (THEORY.md section 3).
+
+    A rule may also have
+    lossless = True                                                      the output follows the target exactly
+    bind(target) -> rule                                                 called once by `generate`: fetch what it needs
+    accept_probs(target_probs, draft_probs, depth) -> [..., V]           instead of accepted_mass: A = draft * accept
+    accepted_at(target_probs, draft_probs, relaxation, tokens) -> [..., K]   A at tokens long [..., K] alone
+    resampling = "own", resample(target_probs [B, V], draft_probs [B, V], relaxation, token [B, 1]) -> [B, V]
+        the distribution after `token` was rejected, where that is not the optimal one
+    """
 
     def schedule(self, length: int) -> Tensor:
         """Relaxation w of each depth, float32 [length]; called once with the drafter's depth."""
 
     def accepted_mass(self, target_probs: Tensor, draft_probs: Tensor, relaxation: Tensor) -> Tensor:
-        """A = min(draft, relaxed mass), [..., V]; relaxation [..., 1] is the schedule at the depth of each position.
-
-        A rule may offer `accept_probs(target_probs, draft_probs, depth) -> [..., V]` instead; then A = draft * accept.
-        """
+        """A = min(draft, relaxed mass), [..., V]; relaxation [..., 1] is the schedule at the depth of each position."""

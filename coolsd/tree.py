@@ -1,6 +1,7 @@
 """Shapes of draft trees: depths, ancestors, children. Knows integers only.
 
-A tree is a tuple of parents: parent[0] = -1, every parent stands before its children. All functions are cached.
+A tree is a tuple of parents: parent[0] = -1, every parent stands before its children; what follows from one is cached.
+Where every row has its own tree, parents are a long [B, N] and so much is computed anew, without a host sync.
 """
 
 from __future__ import annotations
@@ -26,15 +27,49 @@ def node_depths(parent: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(depths)
 
 
+def depths(parent: tuple[int, ...] | Tensor, device: torch.device) -> Tensor:
+    """long [N] or [B, N], 0 for the root."""
+    return _depths(parent, device) if isinstance(parent, tuple) else ancestors(parent, device).sum(-1) - 1
+
+
+def ancestors(parent: tuple[int, ...] | Tensor, device: torch.device) -> Tensor:
+    """bool [N, N] or [B, N, N], [n, m] = node m is n or above n."""
+    if isinstance(parent, tuple):
+        return _ancestors(parent, device)
+    nodes = parent.shape[1]
+    seen = torch.eye(nodes, dtype=torch.bool, device=device).expand(len(parent), -1, -1).clone()
+    for node in range(1, nodes):  # parents stand before children: a row is done when it is read
+        above = parent[:, node, None, None].expand(-1, -1, nodes)
+        seen[:, node] |= seen.gather(1, above).squeeze(1)
+    return seen
+
+
+def children(parent: tuple[int, ...] | Tensor, device: torch.device, width: int = 0) -> Tensor:
+    """long [N, C] or [B, N, C], the children of each node in test order, -1 behind the last one (C = width >= 1)."""
+    if isinstance(parent, tuple):
+        return _children(parent, device)
+    batch, nodes = parent.shape
+    same = (parent[:, :, None] == parent[:, None, :]) & (parent[:, :, None] >= 0)
+    rank = (same & torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril(-1)).sum(-1)  # among its siblings
+    table = torch.full((batch, nodes * width), -1, device=device)
+    node = torch.arange(nodes, device=device).expand(batch, -1)
+    table.scatter_(1, (parent * width + rank)[:, 1:], node[:, 1:])
+    return table.view(batch, nodes, width)
+
+
 @lru_cache(maxsize=64)
-def depths(parent: tuple[int, ...], device: torch.device) -> Tensor:
-    """long [N], 0 for the root."""
+def width(parent: tuple[int, ...]) -> int:
+    """Most children of a node, at least 1."""
+    return max(1, *map(parent[1:].count, range(len(parent))))
+
+
+@lru_cache(maxsize=64)
+def _depths(parent: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(node_depths(parent), device=device)
 
 
 @lru_cache(maxsize=64)
-def ancestors(parent: tuple[int, ...], device: torch.device) -> Tensor:
-    """bool [N, N], [n, m] = node m is n or above n."""
+def _ancestors(parent: tuple[int, ...], device: torch.device) -> Tensor:
     seen = torch.eye(len(parent), dtype=torch.bool)
     for node, above in enumerate(parent):
         if above >= 0:
@@ -43,10 +78,9 @@ def ancestors(parent: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def children(parent: tuple[int, ...], device: torch.device) -> Tensor:
-    """long [N, C], the children of each node in test order, -1 behind the last one (C >= 1)."""
+def _children(parent: tuple[int, ...], device: torch.device) -> Tensor:
     lists: list[list[int]] = [[] for _ in parent]
     for node, above in enumerate(parent[1:], start=1):
         lists[above].append(node)
-    width = max(1, max(map(len, lists)))
-    return torch.tensor([row + [-1] * (width - len(row)) for row in lists], device=device)
+    most = width(parent)
+    return torch.tensor([row + [-1] * (most - len(row)) for row in lists], device=device)

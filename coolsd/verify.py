@@ -46,6 +46,11 @@ def kl_of_test(target_probs: Tensor, accepted: Tensor) -> Tensor:
     return torch.special.xlogy(emitted, emitted / target_probs).nan_to_num(nan=0.0, posinf=torch.inf).sum(-1).relu()
 
 
+def own_resampling(rule: Any) -> bool:
+    """Whether a rejected token is replaced as the rule's own paper does, `rule.resample`, instead of by G*."""
+    return getattr(rule, "resampling", "optimal") == "own"
+
+
 def verify(
     tree: DraftTree,
     target_probs: Tensor,
@@ -68,22 +73,36 @@ def _verify_chain(
     tree: DraftTree, target_probs: Tensor, rule: Any, relaxation: Tensor, uniforms: Tensor, certificates: bool
 ) -> Verification:
     """All L tests at once: they depend on each other only through which of them is reached."""
-    length = len(tree.parent) - 1
+    length = tree.depth
     path = torch.arange(length + 1, device=target_probs.device).expand(target_probs.shape[0], -1)
     if length == 0:
         tokens = draw(target_probs[:, 0], uniforms[:, 0])[:, None]
         return Verification(tokens, path, torch.ones_like(tokens[:, 0]))
     drafted = tree.tokens[:, 1:, None]
-    tested = target_probs[:, :length]
-    accepted = accepted_mass(rule, tested, tree.draft_probs, relaxation[:, None], path[:1, 1:, None])
+    tested, depth = target_probs[:, :length], path[:1, 1:, None]
+    accepted = None  # a rule that can tell single tokens need not tell all of them, unless they are to be certified
+    if certificates or not hasattr(rule, "accepted_at"):
+        accepted = accepted_mass(rule, tested, tree.draft_probs, relaxation[:, None], depth)
+        mass = accepted.gather(-1, drafted)
+    else:
+        mass = rule.accepted_at(tested, tree.draft_probs, relaxation[:, None], drafted)
     # u q < A, not u < A / q: no division, and a draft token without mass is never accepted
-    passes = uniforms[:, :length, None] * tree.draft_probs.gather(-1, drafted) < accepted.gather(-1, drafted)
+    passes = uniforms[:, :length, None] * tree.draft_probs.gather(-1, drafted) < mass
     count = passes.squeeze(-1).cumprod(1).sum(1)  # [B], accepted drafts; test number count was rejected, if < length
 
     rows = torch.arange(count.shape[0], device=count.device)
-    behind = target_probs[rows, count]  # [B, V]
-    rejected = accepted[rows, count.clamp(max=length - 1)] * (count < length)[:, None]
-    final = draw(residual(behind, rejected), uniforms[:, length])
+    behind, last = target_probs[rows, count], count.clamp(max=length - 1)
+    rejected, draft, relaxed = (count < length)[:, None], tree.draft_probs[rows, last], relaxation[last, None]
+    distance = law = optimal = None
+    if accepted is not None or not own_resampling(rule):
+        full = (
+            accepted_mass(rule, behind, draft, relaxed, last[:, None] + 1) if accepted is None else accepted[rows, last]
+        )
+        law = optimal = residual(behind, full * rejected)
+    if own_resampling(rule):
+        law = torch.where(rejected, rule.resample(behind, draft, relaxed, drafted[rows, last]), behind)
+        distance = None if optimal is None else 0.5 * (law - optimal).abs().sum(-1)
+    final = draw(law, uniforms[:, length])
     tokens = torch.cat([tree.tokens[:, 1:], final[:, None]], dim=1).scatter(1, count[:, None], final[:, None])
 
     bias = kl = None
@@ -93,7 +112,10 @@ def _verify_chain(
             bias = kl = torch.zeros(executed.shape, device=executed.device)
         else:
             bias = bias_of_test(tested, accepted) * executed
-            kl = torch.where(executed, kl_of_test(tested, accepted), 0.0)
+            if distance is None:
+                kl = torch.where(executed, kl_of_test(tested, accepted), 0.0)
+            else:  # G depends on the rejected token: charged where it was rejected, no KL certificate
+                bias = bias.scatter_add(1, last[:, None], distance[:, None] * rejected)
     return Verification(tokens, path, count + 1, bias, kl)
 
 
@@ -104,18 +126,22 @@ def _verify_tree(
     batch, _, codes = target_probs.shape
     device = target_probs.device
     rows = torch.arange(batch, device=device)
-    children = trees.children(tree.parent, device)
-    length = int(max(trees.node_depths(tree.parent)))
+    children = trees.children(tree.parent, device, tree.width)
+    if children.ndim == 2:
+        children = children.expand(batch, -1, -1)
+    length, own = tree.depth, own_resampling(rule)
+    sparse = hasattr(rule, "accepted_at")
     node = torch.zeros(batch, dtype=torch.long, device=device)
     going = torch.ones(batch, dtype=torch.bool, device=device)
     target = target_probs[:, 0]
     path = torch.zeros(batch, length + 1, dtype=torch.long, device=device)
+    emitted = torch.ones(batch, dtype=torch.long, device=device)
     bias = torch.zeros(batch, length, device=device)
     last_inner = tree.draft_probs.shape[1] - 1
     for depth in range(length):
-        draft = tree.draft_probs[rows, node.clamp(max=last_inner)]
+        draft = target if tree.chosen else tree.draft_probs[rows, node.clamp(max=last_inner)]
         moved = torch.zeros_like(going)
-        for child in children[node].unbind(1):
+        for child in children[rows, node].unbind(1):
             test = going & ~moved & (child >= 0)
             child = child.clamp(min=0)
             if tree.present is not None:
@@ -124,23 +150,34 @@ def _verify_tree(
             one_hot = torch.zeros(batch, codes, device=device).scatter_(1, token, 1.0)
             proposal = one_hot if tree.chosen else draft
             depth_tensor = torch.full((batch, 1), depth + 1, device=device)
-            accepted = accepted_mass(rule, target, proposal, relaxation[depth], depth_tensor)
+            accepted = None
+            if certificates or not (sparse and own):
+                accepted = accepted_mass(rule, target, proposal, relaxation[depth], depth_tensor)
+                mass = accepted.gather(1, token)
+            else:
+                mass = rule.accepted_at(target, proposal, relaxation[depth], token)
             uniform = uniforms[rows, (child - 1).clamp(min=0)][:, None]
-            passes = (uniform * proposal.gather(1, token) < accepted.gather(1, token)).squeeze(1)
+            passes = (uniform * proposal.gather(1, token) < mass).squeeze(1)
+            accept, reject = test & passes, test & ~passes
+            optimal = None if accepted is None else residual(target, accepted)
+            law = rule.resample(target, proposal, relaxation[depth], token) if own else optimal
             if certificates:
-                bias[:, depth] += bias_of_test(target, accepted) * test
-            accept, reject = test & passes, (test & ~passes)[:, None]
-            target = torch.where(reject, residual(target, accepted), target)
-            without = draft * (1 - one_hot)
-            draft = torch.where(reject, without / without.sum(-1, keepdim=True).clamp(min=1e-38), draft)
+                charge = bias_of_test(target, accepted)
+                if own:
+                    charge = charge + 0.5 * (law - optimal).abs().sum(-1) * reject
+                bias[:, depth] += charge * test
+            target = torch.where(reject[:, None], law, target)
+            if not tree.chosen:
+                without = draft * (1 - one_hot)
+                draft = torch.where(reject[:, None], without / without.sum(-1, keepdim=True).clamp(min=1e-38), draft)
             node = torch.where(accept, child, node)
             moved = moved | accept
         target = torch.where(moved[:, None], target_probs[rows, node], target)
         going = going & moved
+        emitted = emitted + moved
         path[:, depth + 1] = node
     final = draw(target, uniforms[:, -1])
-    depth_of = trees.depths(tree.parent, device)[node]  # accepted drafts
     tokens = torch.cat([tree.tokens.gather(1, path[:, 1:]), final[:, None]], dim=1)
-    tokens = tokens.scatter(1, depth_of[:, None], final[:, None])
+    tokens = tokens.scatter(1, emitted[:, None] - 1, final[:, None])
     kl = torch.zeros_like(bias) if certificates and getattr(rule, "lossless", False) and tree.is_chain else None
-    return Verification(tokens, path, depth_of + 1, bias if certificates else None, kl)
+    return Verification(tokens, path, emitted, bias if certificates else None, kl)

@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Every unit of coolsd -> the units it may import, itself always included.  A unit is a module, or a folder of modules.
-WORDS = {"interfaces", "sampling", "checkpoint"}
-BLOCKS = WORDS | {"tree", "kv_cache", "transformer"}
+WORDS = {"tree", "interfaces", "sampling", "checkpoint"}  # a tree is integers
+BLOCKS = WORDS | {"kv_cache", "transformer"}
 PARTS = BLOCKS | {"rules", "heads", "targets", "image_tokenizers", "drafters", "verify", "decode"}
 MAY_IMPORT = {
-    **dict.fromkeys(("interfaces", "sampling", "checkpoint"), WORDS),
-    **dict.fromkeys(("tree", "kv_cache", "transformer"), BLOCKS),
+    **dict.fromkeys(("tree", "interfaces", "sampling", "checkpoint"), WORDS),
+    **dict.fromkeys(("kv_cache", "transformer"), BLOCKS),
     **dict.fromkeys(("rules", "heads", "image_tokenizers"), BLOCKS),  # never each other
     "targets": BLOCKS | {"image_tokenizers"},  # a target's folder may hold its tokenizer
     "drafters": BLOCKS | {"heads"},

@@ -224,7 +224,7 @@ class LlamaGen(nn.Module):
     def score(self, tree: DraftTree, prompt: Prompt, cache: KVCache) -> TargetOutput:
         device = tree.tokens.device
         ancestors = None if tree.is_chain else trees.ancestors(tree.parent, device)
-        flat, bias = cache.place(len(tree.parent), ancestors)
+        flat, bias = cache.place(tree.nodes, ancestors)
         position = cache.length[:, None] + trees.depths(tree.parent, device)  # [R, N]
         x = self._token_embeddings(tree.tokens, position - self.config.prompt_slots, prompt)
         rope = self.rope[position.clamp(max=self.rope.shape[0] - 1)]
