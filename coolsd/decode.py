@@ -130,6 +130,7 @@ def generate(
         raise ValueError(f"seed is {seed}, but must be an integer from 0 to 2^63 - 1")
     device, total, depth = target.device, target.image_tokens, drafter.depth
     clock = Clock(device)
+    rule = rule.bind(target) if hasattr(rule, "bind") else rule
     relaxation = rule.schedule(depth).to(device) if hasattr(rule, "schedule") else torch.ones(depth, device=device)
     row_index = torch.as_tensor(range(len(captions)) if rows is None else list(rows), device=device)
     slots = drafter.slots + drafter.nodes

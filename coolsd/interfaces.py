@@ -148,6 +148,11 @@ class TargetModel(Protocol):
         """From a checkpoint folder, its config.json and its weights; `load_target` then sets fingerprint, device,
         dtype and image_tokenizer."""
 
+    folder: Path | None  # where it was loaded from
+
+    def codebook(self) -> Tensor:
+        """The image tokenizer's code vectors as stored, [V, D]."""
+
     def ends(self) -> dict[str, Tensor]:
         """What a draft head shares: embedding [V, H], norm [H], lm_head [V, H], rope [P + T (+ spare), D / 2, 2]."""
 

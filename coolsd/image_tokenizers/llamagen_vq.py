@@ -226,6 +226,10 @@ class LlamaGenVQ(nn.Module):
         """[K, C], of unit norm if `l2_norm`."""
         return self.quantize.codebook()
 
+    def raw_codebook(self) -> Tensor:
+        """[K, C] as stored, whatever `l2_norm`."""
+        return self.quantize.embedding.weight
+
     def embed(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in -1..1 -> vectors before quantisation [B, C, h, w]."""
         return self.quant_conv(self.encoder(F.pixel_unshuffle(images, self.config.patch_size)))

@@ -1,12 +1,14 @@
 """Acceptance rules whose relaxed mass is a multiple of the target's: r(x) = w p(x), A = min(q, w p).
 
 They differ in the schedule w_1 .. w_L over draft depths only (THEORY.md section 3). p = target, q = draft.
+Also what rules of other kinds share with them: checks of parameters and the vanilla residual.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +21,22 @@ class _Relaxed:
         return torch.minimum(draft_probs, relaxation * target_probs)
 
 
-def _check(name: str, value: float, fine: bool, limit: str) -> None:
+def check(name: str, value: float, fine: bool, limit: str) -> None:
+    """ValueError that names the value and its limit, unless it is finite and fine."""
     if not (math.isfinite(value) and fine):
         raise ValueError(f"{name} is {value}, but must be {limit}")
+
+
+def check_resampling(rule: Any) -> None:
+    if rule.resampling not in ("optimal", "own"):
+        raise ValueError(f"{type(rule).__name__} resampling is {rule.resampling!r}, but must be 'optimal' or 'own'")
+
+
+def residual_of_draft(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """normalise(relu(p - q)), the residual that rules with their own resampling build upon; p where that is nothing."""
+    owed = (target_probs - draft_probs).relu()
+    total = owed.sum(-1, keepdim=True)
+    return torch.where(total > 0, owed / total.clamp(min=1e-38), target_probs)
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Uniform(_Relaxed):
     delta: float = 1.1
 
     def __post_init__(self) -> None:
-        _check("Uniform delta", self.delta, self.delta > 0, "a number > 0 (1 = lossless, larger = faster)")
+        check("Uniform delta", self.delta, self.delta > 0, "a number > 0 (1 = lossless, larger = faster)")
 
     def schedule(self, length: int) -> Tensor:
         return torch.full((length,), float(self.delta))
@@ -61,14 +76,14 @@ class CoolSD(_Relaxed):
     length: int | None = None
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             "CoolSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation; the paper uses 1.1 and 2)"
         )
-        _check("CoolSD nu", self.nu, self.nu >= 0, "a number >= 0 (0 = uniform; the paper uses 0.7)")
+        check("CoolSD nu", self.nu, self.nu >= 0, "a number >= 0 (0 = uniform; the paper uses 0.7)")
         if self.floor is not None:
-            _check("CoolSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
+            check("CoolSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
         if self.length is not None:
-            _check(
+            check(
                 "CoolSD length",
                 self.length,
                 self.length >= 1 and int(self.length) == self.length,
@@ -79,4 +94,24 @@ class CoolSD(_Relaxed):
         span = self.length or length
         decay = torch.exp(-self.nu * torch.arange(max(span, length), dtype=torch.float64))
         weights = (self.delta * decay / decay[:span].mean())[:length].float()
+        return weights if self.floor is None else weights.clamp(min=self.floor)
+
+
+@dataclass(frozen=True)
+class LinearSD(_Relaxed):
+    """Linear annealing, the Cool-SD paper's ablation: w_i = 2 delta (L + 1 - i) / (L + 1), so mean(w) = delta.
+
+    floor: lower bound of w_i, as in `CoolSD`.
+    """
+
+    delta: float = 1.1
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        check("LinearSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation)")
+        if self.floor is not None:
+            check("LinearSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
+
+    def schedule(self, length: int) -> Tensor:
+        weights = 2 * self.delta * torch.arange(length, 0, -1) / (length + 1)
         return weights if self.floor is None else weights.clamp(min=self.floor)

@@ -145,6 +145,7 @@ class LlamaGen(nn.Module):
         self.codebook_size = config.codebook_size
         self.hidden_size = config.transformer.hidden_size
         self.fingerprint = "unsaved"
+        self.folder: Path | None = None  # where it was loaded from: tables made of its weights are kept there
         self.embedding = nn.Embedding(config.codebook_size, self.hidden_size)
         self.caption_encoder = caption_encoder
         self.caption_projection = CaptionProjection(config.caption_dim, self.hidden_size)
@@ -222,10 +223,15 @@ class LlamaGen(nn.Module):
         return self._output(hidden, prompt.branches, slots - 1), cache
 
     def score(self, tree: DraftTree, prompt: Prompt, cache: KVCache) -> TargetOutput:
-        device = tree.tokens.device
-        ancestors = None if tree.is_chain else trees.ancestors(tree.parent, device)
+        parent, device = tree.parent, tree.tokens.device
+        if isinstance(parent, tuple):
+            ancestors = None if tree.is_chain else trees.ancestors(parent, device)
+            depths = trees.depths(parent, device)
+        else:  # rows have trees of their own, each the same for both branches
+            ancestors = trees.ancestors(parent, device, tree.depth).repeat_interleave(prompt.branches, 0)
+            depths = ancestors.sum(-1) - 1
         flat, bias = cache.place(tree.nodes, ancestors)
-        position = cache.length[:, None] + trees.depths(tree.parent, device)  # [R, N]
+        position = cache.length[:, None] + depths  # [R, N]
         x = self._token_embeddings(tree.tokens, position - self.config.prompt_slots, prompt)
         rope = self.rope[position.clamp(max=self.rope.shape[0] - 1)]
         return self._output(self.transformer(x, rope, bias, cache, flat), prompt.branches)
@@ -248,6 +254,15 @@ class LlamaGen(nn.Module):
     def decode_images(self, tokens: Tensor) -> Tensor:
         return self.image_tokenizer.decode_images(tokens)
 
+    def codebook(self) -> Tensor:
+        """[V, D], the image tokenizer's codes as stored. Raises ValueError where the target has no image tokenizer."""
+        if self.image_tokenizer is None:
+            raise ValueError(
+                f"target {self.fingerprint} has no image tokenizer, so no codebook; put one into its folder "
+                "image_tokenizer"
+            )
+        return self.image_tokenizer.raw_codebook()
+
     def ends(self) -> dict[str, Tensor]:
         """What training a draft head needs of this target: the cache carries it, so `fit` never loads the target."""
         return {
@@ -269,4 +284,5 @@ class LlamaGen(nn.Module):
         encoder = WordEncoder(Tokenizer.from_file(str(folder / "captions.json")), own.words, own.caption_dim)
         model = cls(own, encoder)
         load_strictly(model, tensors, folder / "model.safetensors")
+        model.folder = folder
         return model
