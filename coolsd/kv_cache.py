@@ -49,21 +49,24 @@ class KVCache:
     def place(self, nodes: int, ancestors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Where `nodes` new tokens per row go, and what each may see.
 
-        ancestors: bool [N, N], ancestors[n, m] = node n sees node m (itself included); None = causal.
+        ancestors: bool [N, M], or [R, N, M] where rows differ, [n, m] = new node n sees node m of the tree (itself
+        included); None = causal. The new nodes are the last N of M; the others were placed before, not committed since.
         Returns flat slots [R * N] and an additive mask [R, 1, N, S], S = number of slots attention has to read.
         Raises ValueError where the cache has no room.
         """
-        if self.longest + nodes > self.slots:
-            raise ValueError(f"{nodes} nodes behind {self.longest} tokens do not fit into {self.slots} cache slots")
-        reach = min(self.slots, -(-(self.longest + nodes) // self.step) * self.step)
-        offset = torch.arange(nodes, device=self.length.device)
+        size = nodes if ancestors is None else ancestors.shape[-1]  # M
+        if self.longest + size > self.slots:
+            raise ValueError(f"{size} nodes behind {self.longest} tokens do not fit into {self.slots} cache slots")
+        reach = min(self.slots, -(-(self.longest + size) // self.step) * self.step)
+        offset = torch.arange(size - nodes, size, device=self.length.device)
         flat = (self.first_slot + self.length[:, None] + offset).view(-1)
-        relative = self.key_slot[None, None, :reach] - self.length[:, None, None]  # [R, 1, S]; 0.. are the new nodes
+        relative = self.key_slot[None, None, :reach] - self.length[:, None, None]  # [R, 1, S]; 0.. is the tree
         if ancestors is None:
             seen = relative <= offset[None, :, None]
         else:
-            among = ancestors[:, relative[:, 0].clamp(0, nodes - 1)].transpose(0, 1)  # [R, N, S]
-            seen = (relative < 0) | among & (relative >= 0) & (relative < nodes)
+            slot = relative.clamp(0, size - 1).expand(-1, nodes, -1)
+            among = ancestors.expand(self.rows, -1, -1).gather(2, slot)  # [R, N, S]
+            seen = (relative < 0) | among & (relative >= 0) & (relative < size)
         if self.valid is not None:
             seen = seen & (self.valid[:, None, :reach] | (relative == offset[None, :, None]))
         mask = torch.zeros(seen.shape, dtype=self.store.dtype, device=seen.device).masked_fill_(~seen, -math.inf)

@@ -86,7 +86,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64 (two's complement wrap-around; shifts made logical by a mask)."""
     x = x + (0x9E3779B97F4A7C15 - (1 << 64))
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * (0xBF58476D1CE4E5B9 - (1 << 64))
@@ -100,7 +100,7 @@ def counter_uniforms(seed: int, rows: Tensor, first_round: int, rounds: int, slo
     rows: long [B], global image indices. A row's numbers do not depend on the other rows, on B or on the device.
     """
     device = rows.device
-    key = _mix(_mix(torch.tensor(seed, dtype=torch.int64, device=device)) ^ rows)[None, :, None]
-    key = _mix(key ^ torch.arange(first_round, first_round + rounds, device=device)[:, None, None])
-    bits = _mix(key ^ torch.arange(slots, device=device)) >> (64 - UNIFORM_BITS)
+    key = mix(mix(torch.tensor(seed, dtype=torch.int64, device=device)) ^ rows)[None, :, None]
+    key = mix(key ^ torch.arange(first_round, first_round + rounds, device=device)[:, None, None])
+    bits = mix(key ^ torch.arange(slots, device=device)) >> (64 - UNIFORM_BITS)
     return (bits & ((1 << UNIFORM_BITS) - 1)).float() / (1 << UNIFORM_BITS)

@@ -27,20 +27,21 @@ def node_depths(parent: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(depths)
 
 
-def depths(parent: tuple[int, ...] | Tensor, device: torch.device) -> Tensor:
-    """long [N] or [B, N], 0 for the root."""
-    return _depths(parent, device) if isinstance(parent, tuple) else ancestors(parent, device).sum(-1) - 1
+@lru_cache(maxsize=64)
+def depths(parent: tuple[int, ...], device: torch.device) -> Tensor:
+    """long [N], 0 for the root."""
+    return torch.tensor(node_depths(parent), device=device)
 
 
-def ancestors(parent: tuple[int, ...] | Tensor, device: torch.device) -> Tensor:
-    """bool [N, N] or [B, N, N], [n, m] = node m is n or above n."""
+def ancestors(parent: tuple[int, ...] | Tensor, device: torch.device, depth: int = 0) -> Tensor:
+    """bool [N, N] or [B, N, N], [n, m] = node m is n or above n. depth: that of the deepest node, if known."""
     if isinstance(parent, tuple):
         return _ancestors(parent, device)
     nodes = parent.shape[1]
-    seen = torch.eye(nodes, dtype=torch.bool, device=device).expand(len(parent), -1, -1).clone()
-    for node in range(1, nodes):  # parents stand before children: a row is done when it is read
-        above = parent[:, node, None, None].expand(-1, -1, nodes)
-        seen[:, node] |= seen.gather(1, above).squeeze(1)
+    above = parent.clamp(min=0)[:, :, None].expand(-1, -1, nodes)
+    seen = own = torch.eye(nodes, dtype=torch.bool, device=device).expand(len(parent), -1, -1)
+    for _ in range(depth or nodes - 1):  # each turn looks one node further up
+        seen = own | seen.gather(1, above)
     return seen
 
 
@@ -64,8 +65,14 @@ def width(parent: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _depths(parent: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(node_depths(parent), device=device)
+def widths(parent: tuple[int, ...]) -> tuple[int, ...]:
+    """Most children of a node at each depth 0 .. L - 1."""
+    level = node_depths(parent)
+    most = [0] * max(level)
+    for node, depth in enumerate(level):
+        if depth < len(most):
+            most[depth] = max(most[depth], parent.count(node))
+    return tuple(most)
 
 
 @lru_cache(maxsize=64)

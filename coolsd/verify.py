@@ -93,7 +93,7 @@ def _verify_chain(
     rows = torch.arange(count.shape[0], device=count.device)
     behind, last = target_probs[rows, count], count.clamp(max=length - 1)
     rejected, draft, relaxed = (count < length)[:, None], tree.draft_probs[rows, last], relaxation[last, None]
-    distance = law = optimal = None
+    distance = optimal = None
     if accepted is not None or not own_resampling(rule):
         full = (
             accepted_mass(rule, behind, draft, relaxed, last[:, None] + 1) if accepted is None else accepted[rows, last]
@@ -111,6 +111,7 @@ def _verify_chain(
         if getattr(rule, "lossless", False):
             bias = kl = torch.zeros(executed.shape, device=executed.device)
         else:
+            assert accepted is not None
             bias = bias_of_test(tested, accepted) * executed
             if distance is None:
                 kl = torch.where(executed, kl_of_test(tested, accepted), 0.0)
@@ -130,6 +131,7 @@ def _verify_tree(
     if children.ndim == 2:
         children = children.expand(batch, -1, -1)
     length, own = tree.depth, own_resampling(rule)
+    widths = trees.widths(tree.parent) if isinstance(tree.parent, tuple) else (tree.width,) * length
     sparse = hasattr(rule, "accepted_at")
     node = torch.zeros(batch, dtype=torch.long, device=device)
     going = torch.ones(batch, dtype=torch.bool, device=device)
@@ -141,7 +143,7 @@ def _verify_tree(
     for depth in range(length):
         draft = target if tree.chosen else tree.draft_probs[rows, node.clamp(max=last_inner)]
         moved = torch.zeros_like(going)
-        for child in children[rows, node].unbind(1):
+        for child in children[rows, node, : widths[depth]].unbind(1):
             test = going & ~moved & (child >= 0)
             child = child.clamp(min=0)
             if tree.present is not None:
@@ -159,9 +161,10 @@ def _verify_tree(
             uniform = uniforms[rows, (child - 1).clamp(min=0)][:, None]
             passes = (uniform * proposal.gather(1, token) < mass).squeeze(1)
             accept, reject = test & passes, test & ~passes
-            optimal = None if accepted is None else residual(target, accepted)
+            optimal: Any = None if accepted is None else residual(target, accepted)
             law = rule.resample(target, proposal, relaxation[depth], token) if own else optimal
             if certificates:
+                assert accepted is not None
                 charge = bias_of_test(target, accepted)
                 if own:
                     charge = charge + 0.5 * (law - optimal).abs().sum(-1) * reject

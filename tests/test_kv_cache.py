@@ -43,6 +43,23 @@ def test_masks_equal_the_obvious_loop(parent, padded):
                     assert mask[row, 0, node, slot] == (0 if visible else -math.inf)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_may_have_trees_of_their_own_and_grow_them_level_by_level(padded):
+    valid = torch.tensor([[False, False, True, True], [True] * 4, [False, True, True, True]]) if padded else None
+    cache = new_cache(valid=valid)
+    cache.keep(None, torch.tensor([4, 7, 5]), 7)
+    shapes = (FORK, chain(6), (-1, 0, 1, 1, 0, 4, 5))
+    seen = torch.stack([ancestors(shape, torch.device("cpu")) for shape in shapes])
+    flat, mask = cache.place(7, seen)
+    for row, shape in enumerate(shapes):
+        alone_flat, alone = cache.place(7, ancestors(shape, torch.device("cpu")))
+        assert torch.equal(mask[row], alone[row]) and torch.equal(flat, alone_flat)
+    for first, last in ((0, 1), (1, 4), (4, 7)):  # nodes of earlier calls are there and seen
+        part_flat, part = cache.place(last - first, seen[:, first:last, :last])
+        assert torch.equal(part_flat.view(3, -1), flat.view(3, -1)[:, first:last])
+        assert torch.equal(part, mask[:, :, first:last])
+
+
 def test_padding_sees_itself_and_nobody_sees_padding():
     valid = torch.tensor([[False, False, True, True]])
     _, mask = new_cache(rows=1, valid=valid).place(4)

@@ -1,8 +1,10 @@
-"""A chain of L tokens from a draft head. Knows the head and its cache; knows no rule and no target.
+"""A chain of L tokens from a draft head, and what all drafters with a head share: its cache and its pending pairs.
+
+Knows the head and its cache; knows no rule and no target.
 
 round   pending pairs (committed tokens with the target's own hidden states) go through the head in one pass,
-        the last output gives draft 1; each further draft feeds the head its own output.
-cache   pair 0 1 2 ... n | n+1 .. n+L-1 : the drafted pairs behind the committed ones are overwritten next round.
+        the last output gives the drafts behind the root; each further draft feeds the head its own output.
+cache   pair 0 1 2 ... n | n+1 .. n+K : the K drafted pairs behind the committed ones are overwritten next round.
 """
 
 from __future__ import annotations
@@ -16,21 +18,22 @@ from coolsd.interfaces import DraftTree, Prompt, TargetOutput, Verification
 from coolsd.sampling import Sampling, draw
 
 
-class Chain:
-    """Draft `length` tokens one after another, each sampled from the head under the target's own Sampling."""
+class HeadDrafter:
+    """Keeps the head's cache in step with what is committed; `propose` is left to those who inherit.
 
-    def __init__(self, head: EagleHead, length: int = 5) -> None:
-        if length < 1:
-            raise ValueError(f"Chain length is {length}, but must be >= 1")
-        self.head, self.depth = head, length
-        self.nodes, self.slots = length + 1, length
-        self.parent = trees.chain(length)
+    depth, nodes, slots: as in `coolsd.interfaces.Drafter`. pairs: K, drafted pairs that go through the head a round.
+    is_chain: its trees are always chains.
+    """
+
+    def __init__(self, head: EagleHead, depth: int, nodes: int, slots: int, pairs: int, is_chain: bool) -> None:
+        self.head, self.depth, self.nodes, self.slots, self.pairs = head, depth, nodes, slots, pairs
+        self.is_chain = is_chain
 
     def start(self, target: object, prompt: Prompt, output: TargetOutput, token: Tensor, sampling: Sampling) -> None:
         slots = prompt.mask.shape[-1]
         self.sampling, self.branches, self.slots_before = sampling, prompt.branches, slots
         valid = prompt.mask.flatten(0, 1) if self.head.config.mask_prefix_pads else None
-        room = slots + self.head.config.image_tokens + 2 * self.nodes
+        room = slots + self.head.config.image_tokens + self.depth + 1 + self.pairs
         self.cache = self.head.transformer.new_cache(len(token) * self.branches, room, valid)
         self.context: Tensor | None = None
         if self.head.config.context:
@@ -48,35 +51,22 @@ class Chain:
         self.count = count.repeat_interleave(self.branches)
         self.longest = longest
 
-    def propose(self, uniforms: Tensor) -> DraftTree:
-        cache, head = self.cache, self.head
+    def _read_pending(self) -> Tensor:
+        """The head's output behind the root, [R, 1, H]."""
         tokens, hidden = self.pending
-        flat, mask = cache.place(tokens.shape[1])
+        flat, mask = self.cache.place(tokens.shape[1])
         rope, context = self._places(tokens.shape[1])
-        hidden = head(tokens, hidden, rope, mask, cache, flat, context)
+        hidden = self.head(tokens, hidden, rope, mask, self.cache, flat, context)
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        hidden = hidden[rows, self.count - 1][:, None]  # [R, 1, H]
-        cache.keep(None, self.count, self.longest)
+        self.cache.keep(None, self.count, self.longest)
+        return hidden[rows, self.count - 1][:, None]
 
-        drafted, probs = [self.root], []
-        steps = self.depth - 1
-        if steps:
-            flat, mask = cache.place(steps)
-            flat, (rope, context) = flat.view(-1, steps), self._places(steps)
-        for step in range(self.depth):
-            draft = self.sampling.probs(head.logits(hidden).unflatten(0, (-1, self.branches)))  # [B, 1, V]
-            token = draw(draft, uniforms[:, step : step + 1])
-            drafted.append(token)
-            probs.append(draft)
-            if step < steps:
-                pair = token.repeat_interleave(self.branches, 0)
-                at = slice(step, step + 1)
-                seen = None if context is None else context[:, at]
-                hidden = head(pair, hidden, rope[:, at], mask[:, :, at], cache, flat[:, step], seen)
-        return DraftTree(torch.cat(drafted, 1), self.parent, torch.cat(probs, 1))
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[R, N, H] -> [B, G, N, V]."""
+        return self.head.logits(hidden).unflatten(0, (-1, self.branches))
 
     def _places(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """Rotary rows and context of the tokens of the next `count` pairs."""
+        """Rotary rows and context of the tokens of the next `count` pairs, or of `count` depths of a tree of pairs."""
         position = self.cache.length[:, None] + torch.arange(1, count + 1, device=self.cache.length.device)  # [R, N]
         rope = self.head.rope[position.clamp(max=self.head.rope.shape[0] - 1)]
         if self.context is None:
@@ -85,4 +75,36 @@ class Chain:
         return rope, self.context[torch.arange(len(token), device=token.device)[:, None], token]
 
     def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
-        self._pend(verification.tokens, output.hidden_states, verification.emitted, self.slots_before + committed - 1)
+        hidden = output.hidden_states
+        if not self.is_chain:
+            along = verification.path[:, None, :, None].expand(-1, self.branches, -1, hidden.shape[-1])
+            hidden = hidden.gather(2, along)
+        self._pend(verification.tokens, hidden, verification.emitted, self.slots_before + committed - 1)
+
+
+class Chain(HeadDrafter):
+    """Draft `length` tokens one after another, each sampled from the head under the target's own Sampling."""
+
+    def __init__(self, head: EagleHead, length: int = 5) -> None:
+        if length < 1:
+            raise ValueError(f"Chain length is {length}, but must be >= 1")
+        super().__init__(head, depth=length, nodes=length + 1, slots=length, pairs=length - 1, is_chain=True)
+        self.parent = trees.chain(length)
+
+    def propose(self, uniforms: Tensor) -> DraftTree:
+        hidden = self._read_pending()
+        drafted, probs = [self.root], []
+        if self.pairs:
+            flat, mask = self.cache.place(self.pairs)
+            flat, (rope, context) = flat.view(-1, self.pairs), self._places(self.pairs)
+        for step in range(self.depth):
+            draft = self.sampling.probs(self._logits(hidden))  # [B, 1, V]
+            token = draw(draft, uniforms[:, step : step + 1])
+            drafted.append(token)
+            probs.append(draft)
+            if step < self.pairs:
+                pair = token.repeat_interleave(self.branches, 0)
+                at = slice(step, step + 1)
+                seen = None if context is None else context[:, at]
+                hidden = self.head(pair, hidden, rope[:, at], mask[:, :, at], self.cache, flat[:, step], seen)
+        return DraftTree(torch.cat(drafted, 1), self.parent, torch.cat(probs, 1))
