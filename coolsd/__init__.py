@@ -15,9 +15,16 @@ _HOME = {
     "autoregressive": "coolsd.decode",
     "Sampling": "coolsd.sampling",
     "Chain": "coolsd.drafters.chain",
+    "StaticTree": "coolsd.drafters.static_tree",
+    "DynamicTree": "coolsd.drafters.dynamic_tree",
+    "Jacobi": "coolsd.drafters.jacobi",
     "Vanilla": "coolsd.rules.relaxed",
     "Uniform": "coolsd.rules.relaxed",
     "CoolSD": "coolsd.rules.relaxed",
+    "LinearSD": "coolsd.rules.relaxed",
+    "Lantern": "coolsd.rules.lantern",
+    "LanternPP": "coolsd.rules.lantern",
+    "Grouped": "coolsd.rules.grouped",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -25,8 +32,13 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from coolsd.decode import autoregressive, generate
     from coolsd.drafters.chain import Chain
+    from coolsd.drafters.dynamic_tree import DynamicTree
+    from coolsd.drafters.jacobi import Jacobi
+    from coolsd.drafters.static_tree import StaticTree
     from coolsd.heads.checkpoint import load_head
-    from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
+    from coolsd.rules.grouped import Grouped
+    from coolsd.rules.lantern import Lantern, LanternPP
+    from coolsd.rules.relaxed import CoolSD, LinearSD, Uniform, Vanilla
     from coolsd.sampling import Sampling
     from coolsd.targets import load_target
 

@@ -30,6 +30,7 @@ COMMANDS = {  # name: (module:function, what it does)
     "export": ("training.cli:export", "a run's checkpoint -> a head folder that decoding loads"),
     "evaluate": ("coolsd.evaluate:main", "prompts -> images -> accepted length, latency, bias -> results.json, report"),
     "report": ("coolsd.report:main", "results.json -> report.html and table.md"),
+    "calibrate": ("coolsd.calibrate:main", "the Cool-SD setting for a budget of bias, KL or accepted length"),
     "bench": ("coolsd.bench:main", "milliseconds of each part of a decoding step"),
     "cache": ("data.features:main", "info and verify: look into a feature cache, check its bytes"),
 }
@@ -46,7 +47,7 @@ ALLOCATOR = {
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 PROCESS_SETTINGS = {
     **dict.fromkeys(("fit", "extract", "validate", "test"), ALLOCATOR | THREADS),
-    **dict.fromkeys(("quickstart", "generate", "evaluate", "bench"), ALLOCATOR),
+    **dict.fromkeys(("quickstart", "generate", "evaluate", "calibrate", "bench"), ALLOCATOR),
 }
 
 MISTAKES = (ValueError, argparse.ArgumentError)  # a user's, when our own code raises them

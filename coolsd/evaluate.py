@@ -27,7 +27,7 @@ from coolsd.generate_images import (
     write_png,
 )
 from coolsd.heads.checkpoint import load_head
-from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule
+from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
 from coolsd.sampling import Sampling
 
 
@@ -37,12 +37,15 @@ class Method:
 
     Args:
         name: Its name in the table and in the files.
-        rule: vanilla, uniform, cool-sd or a class_path.
-        delta: Mean relaxation of uniform and cool-sd.
+        rule: vanilla, uniform, cool-sd, linear-sd, lantern, lantern++, grouped or a class_path.
+        delta: Mean relaxation of uniform, cool-sd and linear-sd.
         nu: Decay of cool-sd's relaxation with depth.
-        floor: Lower bound of cool-sd's relaxation.
-        drafter: chain or a class_path.
-        length: Tokens the chain drafts per target call.
+        floor: Lower bound of cool-sd's and linear-sd's relaxation.
+        k: Nearest codes that lantern and lantern++ look at.
+        bound: Most mass that lantern adds to a token, or lantern++'s largest relaxation.
+        resampling: After a rejection, lantern, lantern++ and grouped: optimal or own, the public code's.
+        drafter: chain, eagle-25, lantern-57, dynamic-tree, sjd, scd or a class_path.
+        length: Tokens the chain drafts per target call; the window of sjd and scd.
         head: Checkpoint folder of its draft head; null takes the run's.
         first: Only the first so many prompts; null takes all.
     """
@@ -52,6 +55,9 @@ class Method:
     delta: float | None = None
     nu: float | None = None
     floor: float | None = None
+    k: int | None = None
+    bound: float | None = None
+    resampling: str | None = None
     drafter: Drafting = "chain"
     length: int | None = None
     head: str | None = None
@@ -135,7 +141,7 @@ def evaluate(
             "schema": 1,
             "environment": results.environment(model.device, model.dtype),
             "target": model.fingerprint,
-            "draft": checkpoint_name(head) if any(method.head is None for method in methods) else None,
+            "draft": checkpoint_name(head) if any(m.head is None and needs_head(m.drafter) for m in methods) else None,
             "prompts": len(shown),
             "captions": shown,
             "repeats": repeats,
@@ -175,13 +181,18 @@ def find_captions(prompts: list[str] | Path | None, split: str, limit: int | Non
 def load(model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling) -> Iterator[Contender]:
     """Plain decoding, then the methods; each head is loaded once."""
     yield Contender("ar", None, None, {"rule": None, "drafter": None, "sampling": asdict(sampling)}, prompts, [])
-    heads = {folder: load_head(folder, model) for folder in {method.head or head for method in methods}}
+    heads = {
+        folder: load_head(folder, model)
+        for folder in {method.head or head for method in methods if needs_head(method.drafter)}
+    }
     for method in methods:
         if method.first is not None and not 1 <= method.first <= prompts:
             raise ValueError(f"method {method.name}: first is {method.first}, but must be 1 to {prompts}, the prompts")
         folder = method.head or head
-        rule = make_rule(method.rule, method.delta, method.nu, method.floor)
-        drafter = make_drafter(method.drafter, heads[folder], method.length)
+        settings = ("delta", "nu", "floor", "k", "bound", "resampling")
+        rule = make_rule(method.rule, **{name: getattr(method, name) for name in settings})
+        rule = rule.bind(model) if hasattr(rule, "bind") else rule
+        drafter = make_drafter(method.drafter, heads.get(folder), method.length)
         about = {
             "rule": describe_rule(rule, drafter.depth),
             "drafter": describe_drafter(drafter, checkpoint_name(folder)),

@@ -26,14 +26,14 @@ from coolsd.checkpoint import find_folder, fingerprint, read_json, write_json, w
 from coolsd.cli import argument_parser
 from coolsd.decode import generate
 from coolsd.heads.checkpoint import load_head
-from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule
+from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
 from coolsd.results import environment, record
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target, pick_device, pick_dtype
 from coolsd.transformer import TransformerConfig
 
 LARGEST_BATCH = 16  # a finished batch survives Ctrl-C, so batches stay small even where memory would hold more
-EMOJI_SAMPLING = Sampling(guidance=1.5)
+EMOJI_SAMPLING = Sampling(guidance=1.25)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ def generate_images(
     delta: float | None = None,
     nu: float | None = None,
     floor: float | None = None,
+    k: int | None = None,
+    bound: float | None = None,
+    resampling: str | None = None,
     drafter: Drafting = "chain",
     length: int | None = None,
     plain: bool = False,
@@ -75,12 +78,15 @@ def generate_images(
         prompts: File of further captions, one a line.
         target: Checkpoint folder of the target, or its name under checkpoints/.
         head: The same of the draft head.
-        rule: vanilla, uniform, cool-sd or a class_path.
-        delta: Mean relaxation of uniform and cool-sd (1.1 if not given).
+        rule: vanilla, uniform, cool-sd, linear-sd, lantern, lantern++, grouped or a class_path.
+        delta: Mean relaxation of uniform, cool-sd and linear-sd (1.1 if not given).
         nu: Decay of cool-sd's relaxation with depth (0.7 if not given).
-        floor: Lower bound of cool-sd's relaxation; the paper has none, 1.0 never tightens below vanilla.
-        drafter: chain or a class_path.
-        length: Tokens the chain drafts per target call (5 if not given).
+        floor: Lower bound of cool-sd's and linear-sd's relaxation; papers have none, 1.0 never tightens below vanilla.
+        k: Nearest codes that lantern (1000 if not given) and lantern++ (10) look at.
+        bound: Most mass that lantern adds to a token (0.1), or lantern++'s largest relaxation (2).
+        resampling: After a rejection, lantern, lantern++ and grouped: optimal (if not given) or own, the public code's.
+        drafter: chain, eagle-25, lantern-57, dynamic-tree, sjd, scd or a class_path.
+        length: Tokens the chain drafts per target call (5 if not given); the window of sjd and scd (16).
         plain: Decode without a draft.
         sampling: How logits become a distribution.
         images_per_prompt: Images of each caption.
@@ -99,14 +105,15 @@ def generate_images(
     for name, value in (("images_per_prompt", images_per_prompt), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}, but must be >= 1")
-    if plain and (rule != "cool-sd" or drafter != "chain" or {delta, nu, floor, length} != {None}):
+    settings = {"delta": delta, "nu": nu, "floor": floor, "k": k, "bound": bound, "resampling": resampling}
+    if plain and (rule != "cool-sd" or drafter != "chain" or {*settings.values(), length} != {None}):
         raise ValueError("--plain decodes without a draft; leave out either it or the options of rule and drafter")
-    acceptance = None if plain else make_rule(rule, delta, nu, floor)
+    acceptance = None if plain else make_rule(rule, **settings)
     precision = pick_dtype(dtype, pick_device(device))
     made_with = {"target": checkpoint_name(target), "sampling": asdict(sampling), "seed": seed, "dtype": f"{precision}"}
     if not plain:
         # the head's file name and the drafter's shape are known before anything heavy is loaded
-        shape = make_drafter(drafter, None, length)  # type: ignore[arg-type]
+        shape = make_drafter(drafter, None, length)
         made_with["rule"] = describe_rule(acceptance, shape.depth)
         made_with["drafter"] = describe_drafter(shape, checkpoint_name(head))
     nodes = 1 if plain else shape.nodes
@@ -124,7 +131,9 @@ def generate_images(
     if not missing:
         return
     model = load_image_target(target, device, dtype, compile)
-    drafting = None if plain else make_drafter(drafter, load_head(head, model), length)
+    drafting = None
+    if not plain:
+        drafting = make_drafter(drafter, load_head(head, model) if needs_head(drafter) else None, length)
 
     out.mkdir(parents=True, exist_ok=True)
     images = kept_records(out, missing)

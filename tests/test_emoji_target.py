@@ -40,7 +40,7 @@ def test_the_shipped_pair_decodes_any_caption(target):
         "zebra at sea on a plaid background, again and again, and again, and on and on",
     ]
     for rule in (coolsd.Vanilla(), coolsd.CoolSD(2.0, floor=1.0)):
-        result = coolsd.generate(target, captions, coolsd.Chain(head, 5), rule, coolsd.Sampling(guidance=1.5))
+        result = coolsd.generate(target, captions, coolsd.Chain(head, 5), rule, coolsd.Sampling(guidance=1.25))
         assert result.images.shape == (2, 3, 64, 64) and (result.accepted_length >= 1).all()
 
 
@@ -62,7 +62,7 @@ def test_vanilla_chain_and_plain_decoding_have_the_same_token_marginals(liar, ca
     target.image_tokens = 48
     positions = (5, 17, 22, 27, 33, 37, 42, 46)
     captions = [f"{style} emoji of a red apple" for style in ("noto", "twemoji")] * 64
-    sampling = coolsd.Sampling(guidance=1.5)
+    sampling = coolsd.Sampling(guidance=1.25)
 
     def tokens(drafter, rule, seed, images=512):
         runs = [

@@ -3,12 +3,14 @@
 import json
 import math
 import statistics
+from dataclasses import asdict
 
 import pytest
 from PIL import Image
 from scipy import stats
 
 from coolsd import cli, evaluate, results
+from coolsd.generate_images import EMOJI_SAMPLING
 
 CAPTIONS = ["a b", "../../x", "<script>alert(1)</script>", "c"]
 METHODS = """
@@ -60,7 +62,7 @@ def test_rows_have_what_the_design_promises(run):
     for row in found["rows"]:
         assert {"mean", "std", "ci95"} == set(row["latency_s"]) and set(row["seconds"]) >= {"draft", "target", "verify"}
         assert row["fid"] is row["clip_score"] is row["image_reward"] is None
-        assert row["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "guidance": 1.5}
+        assert row["sampling"] == asdict(EMOJI_SAMPLING)
     relaxed, custom = found["rows"][2:]
     assert relaxed["rule"]["name"] == "cool-sd" and relaxed["drafter"]["depth"] == 3
     assert len(relaxed["rule"]["schedule"]) == len(relaxed["acceptance_per_position"]) == 3
@@ -163,3 +165,45 @@ def test_acceptance_by_position_leaves_the_last_call_out():
     # depth 2; calls with 3, 1, 2 tokens: depth 1 tested 3 times and passed twice, depth 2 tested twice and passed once
     assert results.acceptance_per_position([[3, 1, 1], [2, 3]], 2) == [2 / 3, 1 / 2]
     assert results.acceptance_per_position([[1, 1]], 2) == [0.0, None]
+
+
+def test_every_drafter_and_every_rule_has_a_short_name_in_a_recipe(saved_toy, tmp_path):
+    recipe = tmp_path / "methods.yaml"
+    recipe.write_text("""
+methods:
+  - {name: window, drafter: sjd, length: 4, rule: cool-sd}
+  - {name: coupled, drafter: scd, rule: lantern, k: 2, bound: 0.3, resampling: own}
+  - {name: tree, drafter: eagle-25, rule: grouped}
+  - {name: large tree, drafter: lantern-57, rule: linear-sd, delta: 1.2}
+  - {name: best, drafter: dynamic-tree, rule: lantern++, k: 3}
+  - name: by class
+    drafter: {class_path: coolsd.drafters.jacobi.Jacobi, init_args: {window: 3, coupling: maximal}}
+    rule: vanilla
+""")
+    arguments = ["--target", str(saved_toy / "target"), "--head", str(saved_toy / "draft"), "--device", "cpu"]
+    arguments += ["--config", str(recipe), "--prompts", '["a b", "c"]', "--out", str(tmp_path / "out")]
+    assert cli.main(["evaluate", *arguments]) == 0
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"][1:]
+    names = ["jacobi", "jacobi", "static-tree", "static-tree", "dynamic-tree", "jacobi"]
+    assert [row["drafter"]["name"] for row in rows] == names
+    assert [row["drafter"]["nodes"] for row in rows] == [4, 16, 26, 58, 26, 3]  # the root counts
+    assert [row["drafter"]["head"] is None for row in rows] == [True, True, False, False, False, True]
+    assert all(row["kl_per_token"] is None for row in rows[1:5])  # own resampling and trees have no such certificate
+    assert rows[5]["bias_per_token"]["mean"] == 0 and all(row["bias_per_token"]["mean"] >= 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{name: x, drafter: eagle-25, rule: vanilla, length: 3}", "length: drafter eagle-25 has a shape of its own"),
+        ("{name: x, drafter: eagle-26, rule: vanilla}", "no drafter named 'eagle-26'"),
+        ("{name: x, rule: lantern, k: 5}", "k is 5, but must be at most 4"),
+        ("{name: x, rule: vanilla, k: 5}", "rule vanilla has no k"),
+    ],
+)
+def test_wrong_methods_are_told_in_a_sentence(line, said, saved_toy, tmp_path, capsys):
+    recipe = tmp_path / "methods.yaml"
+    recipe.write_text(f"methods: [{line}]")
+    arguments = ["--target", str(saved_toy / "target"), "--head", str(saved_toy / "draft"), "--device", "cpu"]
+    assert cli.main(["evaluate", "--config", str(recipe), *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err

@@ -37,7 +37,9 @@ def test_files_are_named_by_row_and_caption_and_say_how_they_were_made(options, 
     assert sorted(pixels(tmp_path)) == names
     text = Image.open(tmp_path / names[2]).text
     assert text["caption"] == "Ça c'est b" and text["row"] == "2" and text["seed"] == "0"
-    assert json.loads(text["rule"])["delta"] == 2 and json.loads(text["sampling"])["guidance"] == 1.5
+    assert json.loads(text["rule"])["delta"] == 2 and json.loads(text["sampling"]) == dataclasses.asdict(
+        generate_images.EMOJI_SAMPLING
+    )
     assert text["target"].startswith("target@") and json.loads(text["drafter"])["head"].startswith("draft@")
     stats = strict(tmp_path / "stats.json")
     assert [image["file"] for image in stats["images"]] == names and stats["tokens_per_second"] > 0

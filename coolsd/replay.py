@@ -1,0 +1,312 @@
+"""Replay of a recorded run: what a chain rule with relaxed mass w p(x) would have done, without a model.
+
+Knows probabilities and schedules; knows no model and no command.
+
+One run of a chain leaves, for each test, the masses of p = target and q = draft in bins of log(q / p), and p / q of the
+drafted token. Nothing else enters a rule with relaxed mass w p(x), so every schedule w_1 .. w_L replays on them
+(THEORY.md section 5).
+
+    one test    m = min(q / p, w),  A = p m,  a = sum A,  N = sum relu(A - p)
+                K = p (m + g relu(1 - m)),  g = (1 - a) / (1 - a + N);  KL = sum K log(K / p), 0 where w <= 1
+    one round   reach_i = prod_{j < i} min(1, w_j p(x_j) / q(x_j)) at the drafted tokens x_1 .. x_L
+                tokens = 1 + sum_i reach_i a_i,   bias = sum_i reach_i N_i,   kl = sum_i reach_i KL_i
+    all rounds  accepted length = sum tokens / rounds,   bias per token = (T - 1) / T * sum bias / sum tokens
+
+Drafts do not depend on what is accepted, so given the block's first token the three sums of a round are unbiased for
+every w, and tokens behind the image's end are not counted, as in `generate`. Two things are approximate: the blocks
+begin where the recording rule let them begin, at the positions and behind the tokens it gave (so calibration records
+again with the chosen rule), and the ratios have the usual bias of order 1 / rounds. The first token, which no test
+decides, enters through T - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coolsd.interfaces import Round
+from coolsd.results import summary
+from coolsd.rules.relaxed import CoolSD
+
+BINS, SPAN = 256, 8.0  # bins of log(q / p) from -SPAN to SPAN, the outer ones open; q = p is an edge
+ONE = BINS // 2  # the first bin with q >= p
+NODES = 65  # values of g at which the KL of the bins with q < p is tabulated
+DELTAS = [2 ** (k / 4) for k in range(-40, 41)]  # searched before bisection, 1 among them
+QUANTITIES = ("accepted_length", "bias_per_token", "kl_per_token")
+
+
+@dataclass(frozen=True)
+class Record:
+    """The R rounds of a recorded run; 2 KB for each test, so 1 MB for an image of 100 rounds of 5 tests.
+
+    target_mass, draft_mass: float32 [L, BINS, R], sums of p and of q over the tokens of each bin of log(q / p).
+    odds: float32 [L, R], p / q of the drafted token. remaining: long [R], tokens the image still lacked before the
+    round. image: long [R] in 0..images-1. image_tokens: T.
+    """
+
+    target_mass: Tensor
+    draft_mass: Tensor
+    odds: Tensor
+    remaining: Tensor
+    image: Tensor
+    images: int
+    image_tokens: int
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.target_mass, self.draft_mass, self.odds, self.remaining, self.image)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def join(records: Sequence[Record]) -> Record:
+    """Several batches of images as one record."""
+    offsets = [sum(record.images for record in records[:i]) for i in range(len(records))]
+    return Record(
+        target_mass=torch.cat([record.target_mass for record in records], -1),
+        draft_mass=torch.cat([record.draft_mass for record in records], -1),
+        odds=torch.cat([record.odds for record in records], -1),
+        remaining=torch.cat([record.remaining for record in records]),
+        image=torch.cat([record.image + offset for record, offset in zip(records, offsets, strict=True)]),
+        images=sum(record.images for record in records),
+        image_tokens=records[0].image_tokens,
+    )
+
+
+class Recorder:
+    """An observer of one call of `generate` with a chain; nothing waits for the device before `record`."""
+
+    def __init__(self, image_tokens: int) -> None:
+        self.image_tokens = image_tokens
+        self.rounds: list[tuple[Tensor, ...]] = []
+        self.remaining: Tensor | None = None
+
+    def __call__(self, seen: Round) -> None:
+        """Raises ValueError for a tree that is no chain of sampled tokens."""
+        tree, length = seen.tree, seen.tree.depth
+        if not tree.is_chain or tree.chosen or tree.present is not None or length == 0:
+            raise ValueError("only chains of sampled drafts can be replayed; record with the drafter Chain")
+        p, q = seen.target_probs[:, :length], tree.draft_probs  # [B, L, V]
+        place = ((q.log() - p.log() + SPAN) * (BINS / (2 * SPAN))).nan_to_num(0.0).clamp(0, BINS - 1).long()
+        empty = p.new_zeros(*p.shape[:2], BINS)
+        drafted = tree.tokens[:, 1:, None]
+        odds = (p.gather(-1, drafted) / q.gather(-1, drafted)).squeeze(-1)
+        if self.remaining is None:
+            self.remaining = torch.full_like(seen.verification.emitted, self.image_tokens - 1)
+        masses = (empty.scatter_add(-1, place, p), empty.scatter_add(-1, place, q))
+        self.rounds.append((*masses, odds, self.remaining, seen.active))
+        self.remaining = self.remaining - seen.verification.emitted
+
+    def record(self) -> Record:
+        """What was seen of unfinished images, on the host."""
+        target_mass, draft_mass, odds, remaining, active = (
+            torch.stack(column) for column in zip(*self.rounds, strict=True)
+        )
+        image = torch.arange(active.shape[1], device=active.device).expand_as(active)
+        return Record(
+            target_mass=target_mass[active].permute(1, 2, 0).contiguous().cpu(),
+            draft_mass=draft_mass[active].permute(1, 2, 0).contiguous().cpu(),
+            odds=odds[active].T.contiguous().cpu(),
+            remaining=remaining[active].cpu(),
+            image=image[active].cpu(),
+            images=active.shape[1],
+            image_tokens=self.image_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Sums over the rounds of each image, float64 [S, I], for S schedules; calls: float64 [I], recorded rounds."""
+
+    tokens: Tensor
+    bias: Tensor
+    kl: Tensor
+    calls: Tensor
+    image_tokens: int
+
+    def ratio(self, quantity: str) -> tuple[Tensor, Tensor, float]:
+        """(x [S, I], y [S, I], c): the quantity is c * sum x / sum y."""
+        if quantity == "accepted_length":
+            return self.tokens, self.calls.expand_as(self.tokens), 1.0
+        tested = (self.image_tokens - 1) / self.image_tokens
+        return self.bias if quantity == "bias_per_token" else self.kl, self.tokens, tested
+
+    def value(self, quantity: str) -> Tensor:
+        """One of QUANTITIES, float64 [S]."""
+        above, below, factor = self.ratio(quantity)
+        return factor * above.sum(1) / below.sum(1)
+
+    def summaries(self, index: int) -> dict[str, Any]:
+        """Mean and 95% interval of each quantity for one schedule."""
+        parts = {quantity: self.ratio(quantity) for quantity in QUANTITIES}
+        return {name: ratio_summary(x[index] * factor, y[index]) for name, (x, y, factor) in parts.items()}
+
+
+def ratio_summary(above: Tensor, below: Tensor) -> dict[str, Any] | None:
+    """`results.summary` of sum(above) / sum(below), float64 [I] each, linearised about the ratio (delta method)."""
+    ratio = above.sum() / below.sum()
+    return summary((ratio + (above - ratio * below) / below.mean()).tolist())
+
+
+class Replay:
+    """A record with its bins summed up, so that one test at one w is read off; 1.4 times the record's size again."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        p, q = record.target_mass, record.draft_mass
+        self.depth = len(p)
+        self.tail = _before(p.flip(1)).flip(1)  # [L, BINS + 1, R]: p in the bins k, k + 1, ...
+        self.drafted = _before(q[:, :ONE])  # [L, ONE + 1, R]: q in the bins before k, k <= ONE
+        self.excess = _before((q - p)[:, ONE:])  # [L, ONE + 1, R]: q - p in the bins ONE .. k - 1
+        self.vanilla = self.drafted[:, ONE] + self.tail[:, ONE]  # [L, R]: sum min(p, q)
+        self.owed = (p - q)[:, :ONE].sum(1)  # [L, R]: sum relu(p - q)
+
+    @cached_property
+    def above(self) -> Tensor:
+        """[L, ONE + 1, R]: sum of q log(q / p) over the bins ONE .. k - 1."""
+        p, q = self.record.target_mass[:, ONE:], self.record.draft_mass[:, ONE:]
+        return _before(torch.where(p > 0, torch.xlogy(q, q / p), 0.0))
+
+    @cached_property
+    def below(self) -> Tensor:
+        """[L, NODES, R]: sum of K log(K / p) over the bins before ONE at g = (node / (NODES - 1))^2."""
+        p, q = self.record.target_mass[:, :ONE], self.record.draft_mass[:, :ONE]
+        ratio = torch.where(p > 0, q / p, 0.0)
+        return torch.stack(
+            [
+                (p * _k_log_k(torch.lerp(ratio, torch.ones(()), (node / (NODES - 1)) ** 2))).sum(1)
+                for node in range(NODES)
+            ],
+            1,
+        )
+
+    def test(self, depth: int, relaxation: Tensor, kl: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Acceptance probability a, bias N and KL of all recorded tests at one depth (0-based).
+
+        relaxation: float32 [S] of w >= 0. Returns three float32 [S, R]; KL is zeros where it is not wanted.
+        """
+        k = ((relaxation.log() + SPAN) * (BINS / (2 * SPAN))).clamp(0, BINS - 1).long()  # [S], the bin that holds w
+        k_above = (k - ONE).clamp(min=0)
+        w = relaxation[:, None]
+        p, q, tail = self.record.target_mass[depth, k], self.record.draft_mass[depth, k], self.tail[depth, k + 1]
+        here = torch.minimum(q, w * p)  # A in the bin of w; before it A = q, behind it A = w p
+        bias = torch.where(w > 1, self.excess[depth, k_above] + (here - p).relu() + (w - 1) * tail, 0.0)
+        tightened = self.drafted[depth, k.clamp(max=ONE)] + here + w * tail
+        accepted = torch.where(w > 1, self.vanilla[depth] + bias, tightened)
+        if not kl:
+            return accepted, bias, torch.zeros_like(bias)
+        owed = self.owed[depth]
+        again = torch.where(owed > 0, 1 - bias / owed, 1.0).clamp(0, 1)  # g, as 1 - a = owed - N
+        node = again.sqrt() * (NODES - 1)
+        left = node.floor().clamp(max=NODES - 2)
+        table = self.below[depth]
+        below = torch.lerp(table.gather(0, left.long()), table.gather(0, left.long() + 1), node - left)
+        inside = torch.where(p > 0, torch.xlogy(here, here / p), 0.0)
+        divergence = self.above[depth, k_above] + inside + _k_log_k(w) * tail + below
+        return accepted, bias, torch.where(w > 1, divergence.relu(), 0.0)
+
+    def __call__(self, schedules: Tensor, kl: bool = True) -> Replayed:
+        """Replay schedules float32 [S, L]."""
+        if schedules.shape[1:] != (self.depth,):
+            raise ValueError(f"schedules of {schedules.shape[-1]} depths, but the record's chain has {self.depth}")
+        record = self.record
+        reach = torch.ones(len(schedules), len(record.remaining))
+        tokens, bias, divergence = reach.clone(), torch.zeros_like(reach), torch.zeros_like(reach)
+        for depth, relaxation in enumerate(schedules.unbind(1)):
+            accepted, of_bias, of_kl = self.test(depth, relaxation, kl)
+            reach = reach * (record.remaining > depth)  # behind the image's end nothing is counted
+            tokens += reach * accepted * (record.remaining > depth + 1)
+            bias += reach * of_bias
+            divergence += reach * of_kl
+            reach = reach * (relaxation[:, None] * record.odds[depth]).clamp(max=1)
+        calls = record.image.bincount(minlength=record.images).double()
+        by_image = self._by_image
+        return Replayed(by_image(tokens), by_image(bias), by_image(divergence), calls, record.image_tokens)
+
+    def _by_image(self, values: Tensor) -> Tensor:
+        sums = torch.zeros(len(values), self.record.images, dtype=torch.float64)
+        return sums.index_add(1, self.record.image, values.double())
+
+
+def _before(values: Tensor) -> Tensor:
+    """[L, K, R] -> [L, K + 1, R]: the sum of all bins before k."""
+    return torch.nn.functional.pad(values.cumsum(1), (0, 0, 1, 0))
+
+
+def _k_log_k(k: Tensor) -> Tensor:
+    return torch.xlogy(k, k)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """accepted_length >= limit, or bias_per_token or kl_per_token <= limit."""
+
+    quantity: str
+    limit: float
+
+    @property
+    def wants_length(self) -> bool:
+        return self.quantity == "accepted_length"
+
+    def fits(self, replayed: Replayed) -> Tensor:
+        """bool [S]. A KL of 0 is a bias of 0, which has no rounding."""
+        if self.wants_length:
+            return replayed.value("accepted_length") >= self.limit
+        return replayed.value(self.quantity if self.limit else "bias_per_token") <= self.limit
+
+
+def schedules(rules: Sequence[Any], depth: int) -> Tensor:
+    """float32 [S, L]."""
+    return torch.stack([rule.schedule(depth) for rule in rules])
+
+
+def choose(
+    replay: Replay, budget: Budget, nus: Sequence[float], floor: float | None, objective: Literal["bias", "kl"] = "bias"
+) -> CoolSD:
+    """The best setting within the budget. For each nu the delta at the budget's edge, by bisection; of several nu the
+    longest, or under a budget of length that with the smallest bias or KL, whatever `objective` says.
+
+    Raises ValueError, with the range that can be reached, where no setting is within the budget.
+    """
+    kl = budget.quantity == "kl_per_token" and budget.limit > 0
+    found, reached = [], []
+    for nu in nus:
+        grid = replay(schedules([CoolSD(delta, nu, floor) for delta in DELTAS], replay.depth), kl)
+        reached.append(grid.value(budget.quantity))
+        fitting = budget.fits(grid).nonzero().flatten().tolist()
+        if fitting:
+            found.append(CoolSD(_edge(replay, budget, nu, floor, fitting, kl), nu, floor))
+    if not found:
+        values = torch.cat(reached)
+        sign = ">=" if budget.wants_length else "<="
+        raise ValueError(
+            f"{budget.quantity} {sign} {budget.limit:g} is out of reach: with floor {floor} and nu "
+            f"{', '.join(map(str, nus))} it goes from {float(values.min()):.4g} to {float(values.max()):.4g} "
+            f"on these captions; change the budget, nu or floor"
+        )
+    if len(found) == 1:
+        return found[0]
+    replayed = replay(schedules(found, replay.depth), kl=objective == "kl")
+    if budget.wants_length:
+        return found[int(replayed.value(f"{objective}_per_token").argmin())]
+    return found[int(replayed.value("accepted_length").argmax())]
+
+
+def _edge(replay: Replay, budget: Budget, nu: float, floor: float | None, fitting: list[int], kl: bool) -> float:
+    """delta within 1e-6 of where the budget ends, on its inner side. The length grows with delta, so the edge is below
+    the first fitting delta for a budget of length, else above the last (bias per token need not grow everywhere)."""
+    index, step = (fitting[0], -1) if budget.wants_length else (fitting[-1], 1)
+    inside = DELTAS[index]
+    if not 0 <= index + step < len(DELTAS):
+        return inside
+    outside = DELTAS[index + step]
+    while abs(outside - inside) > 1e-7:
+        middle = (inside + outside) / 2
+        fits = bool(budget.fits(replay(schedules([CoolSD(middle, nu, floor)], replay.depth), kl))[0])
+        inside, outside = (middle, outside) if fits else (inside, middle)
+    return (math.ceil if budget.wants_length else math.floor)(inside * 1e6) / 1e6
