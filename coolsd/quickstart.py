@@ -28,7 +28,7 @@ class Sizes:
     fresh_prompts: int
 
 
-FULL = Sizes(images=512, steps=250, prompts=16, fresh_prompts=8)
+FULL = Sizes(images=512, steps=600, prompts=16, fresh_prompts=8)
 FAST = Sizes(images=64, steps=50, prompts=2, fresh_prompts=1)
 
 
@@ -43,6 +43,7 @@ def steps(out: Path, sizes: Sizes) -> dict[str, list[str]]:
         f"fit: a draft head, {sizes.steps} steps on them": [
             "fit", "--config", f"{RECIPES / 'draft.yaml'}", "--out", f"{run}", "--data.init_args.cache", f"{features}",
             "--model.init_args.captions", f"{sizes.prompts}", "--trainer.max_steps", f"{sizes.steps}",
+            "--model.init_args.warmup_steps", "50",
             "--trainer.val_check_interval", f"{min(250, sizes.steps)}",
             "--trainer.callbacks.init_args.every_n_train_steps", f"{min(250, sizes.steps)}",
         ],

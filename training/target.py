@@ -128,7 +128,7 @@ class TargetTraining(L.LightningModule):
         weight_decay: float = 0.05,
         warmup_steps: int = 40,
         flat_fraction: float = 0.4,
-        guidance: float = 1.5,
+        guidance: float = 1.25,
         max_minutes: float = math.inf,
     ) -> None:
         super().__init__()
