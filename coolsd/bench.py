@@ -1,4 +1,5 @@
-"""`coolsd bench`: milliseconds of each part of decoding, side by side with transformers' generate.  Knows clocks only.
+"""`coolsd bench`: milliseconds of each part of decoding, side by side with transformers' generate, and what one
+verification costs.  Knows clocks only.
 
 Everything is measured in turn, round after round, so that drift of the machine hits all alike; batch 1, loading and the
 first round excluded.
@@ -18,19 +19,24 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from coolsd import tree as trees
 from coolsd.checkpoint import write_json
 from coolsd.cli import argument_parser
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
+from coolsd.drafters.static_tree import SHAPES, parents
 from coolsd.generate_images import EMOJI_SAMPLING
 from coolsd.heads.checkpoint import load_head
+from coolsd.interfaces import DraftTree
 from coolsd.results import environment
 from coolsd.rules.relaxed import CoolSD
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
 from coolsd.transformer import TransformerConfig
+from coolsd.verify import verify
 
 CAPTION = "noto emoji of a red apple"
+CODES = (1024, 16384, 65536)  # of which verification is timed
 PLAIN, TRANSFORMERS = "plain decoding, per token", "transformers generate, per token"
 Measurement = Callable[[int], dict[str, float]]  # round -> milliseconds by name
 
@@ -80,6 +86,7 @@ def bench(
         for mark in ("", " (compiled)")
         if f"{PLAIN}{mark}" in medians
     }
+    costs = verifications(model.device, repeats)
     results = {
         "schema": 1,
         "environment": environment(model.device, model.dtype),
@@ -88,6 +95,7 @@ def bench(
         "repeats": repeats,
         "milliseconds": milliseconds,
         "ratios": ratios,
+        "microseconds_per_verify": costs,
     }
     show(results)
     if out is not None:
@@ -153,12 +161,40 @@ def theirs(model: Any, rows: int, compiled: bool, mark: str) -> Measurement:
     return measure
 
 
+def verifications(device: torch.device, repeats: int) -> dict[str, float]:
+    """Median microseconds of one `verify` under Cool-SD with certificates, by codebook, tree and batch."""
+    shapes = {"chain": trees.chain(5), **{shape: parents(shape) for shape in SHAPES}}
+    rule, generator = CoolSD(), torch.Generator().manual_seed(0)
+    found = {}
+    for codes in CODES:
+        for name, parent in shapes.items():
+            for batch in (1, 8):
+                probs, draft = torch.randn(2, batch, len(parent), codes, generator=generator).softmax(-1).to(device)
+                tokens = torch.randint(codes, (batch, len(parent)), generator=generator).to(device)
+                tree = DraftTree(tokens, parent, draft[:, : max(parent) + 1])
+                uniforms = torch.rand(batch, len(parent), generator=generator).to(device)
+                relaxation = rule.schedule(tree.depth).to(device)
+                times = []
+                for _ in range(repeats + 1):
+                    start = time.perf_counter()
+                    verify(tree, probs, rule, relaxation, uniforms)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    times.append((time.perf_counter() - start) * 1e6)
+                found[f"{name}, {len(parent)} nodes, {codes} codes, batch {batch}"] = statistics.median(times[1:])
+    return found
+
+
 def show(results: dict[str, Any]) -> None:
     made = results["environment"]
     table = Table("milliseconds", "median", "min", box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for name, values in results["milliseconds"].items():
         table.add_row(name, f"{values['median']:.3f}", f"{values['min']:.3f}")
     Console().print(table)
+    costs = Table("one verification", "microseconds", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for name, value in results["microseconds_per_verify"].items():
+        costs.add_row(name, f"{value:.0f}")
+    Console().print(costs)
     for name, value in results["ratios"].items():
         print(f"{name}: {value:.2f} (below 1: coolsd is faster)")
     machine = f"{made['device']}, {made['cpu']}, {made['threads']} threads"

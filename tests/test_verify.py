@@ -200,6 +200,33 @@ def test_expected_length_is_one_plus_the_products_of_acceptance(rule, tables):
     assert abs(slow_law(target, draft, w)[1]["emitted"] - formula) < 1e-6
 
 
+def test_a_floor_costs_no_bias_and_lengthens(tables):
+    """Depths with w <= 1 have no bias either way, and behind the relaxed ones they do not change what is reached."""
+    target, draft = tables(4, 4), tables(4, 3)
+    tightened, floored = (
+        slow_law(target, draft, CoolSD(1.1, floor=floor).schedule(3).tolist())[1] for floor in (None, 1.0)
+    )
+    assert min(CoolSD(1.1).schedule(3)) < 1 < max(CoolSD(1.1).schedule(3))
+    assert abs(floored["bias"] - tightened["bias"]) < 1e-9 and tightened["bias"] > 0.01
+    assert floored["emitted"] > tightened["emitted"] + 0.05
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_equal_length_relaxing_early_has_the_smaller_bound(seed, tables, rng):
+    """Proposition 2: the decreasing schedule against its reverse, scaled until both emit the same."""
+    rng.manual_seed(seed)
+    target, draft = tables(3, 4), tables(3, 3)
+    early = CoolSD(1.3).schedule(3)
+    wanted = slow_law(target, draft, early.tolist())[1]
+    low, high = 0.0, 64.0
+    for _ in range(40):
+        scale = (low + high) / 2
+        late = slow_law(target, draft, (early.flip(0) * scale).tolist())[1]
+        low, high = (low, scale) if late["emitted"] > wanted["emitted"] else (scale, high)
+    assert abs(late["emitted"] - wanted["emitted"]) < 1e-6
+    assert 0.01 < wanted["bias"] < late["bias"] - 0.01
+
+
 def test_optimal_resampling_beats_every_other(rng, distributions):
     target, draft = distributions(rng, 40, 5), distributions(rng, 40, 5)
     for weight in (0.5, 1.0, 1.6, 3.0):

@@ -70,6 +70,17 @@ def ordered(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return sorted(known, key=lambda path: (not leads(path), len(path), path))
 
 
+def parents(shape: str | Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The tree of a name in SHAPES or of a list of paths."""
+    if isinstance(shape, str):
+        if shape not in SHAPES:
+            raise ValueError(f"no tree named {shape!r}; choose one of {', '.join(SHAPES)}, or give a list of paths")
+        shape = [tuple(map(int, path)) for path in SHAPES[shape].split()]
+    paths = [(), *ordered(shape)]
+    number = {path: node for node, path in enumerate(paths)}
+    return (-1, *(number[path[:-1]] for path in paths[1:]))
+
+
 def levels(parent: tuple[int, ...]) -> list[Level]:
     depths = trees.node_depths(parent)
     found: list[Level] = []
@@ -99,17 +110,11 @@ class StaticTree(HeadDrafter):
     """
 
     def __init__(self, head: EagleHead, shape: str | Sequence[Sequence[int]] = "eagle-25") -> None:
-        if isinstance(shape, str):
-            if shape not in SHAPES:
-                raise ValueError(f"no tree named {shape!r}; choose one of {', '.join(SHAPES)}, or give a list of paths")
-            shape = [tuple(map(int, path)) for path in SHAPES[shape].split()]
-        paths = [(), *ordered(shape)]
-        number = {path: node for node, path in enumerate(paths)}
-        self.parent = (-1, *(number[path[:-1]] for path in paths[1:]))
+        self.parent = parents(shape)
         self.levels = levels(self.parent)
         slots = sum(drawn[-1][0] + 1 for level in self.levels for drawn in level.draws)
-        is_chain = self.parent == trees.chain(len(paths) - 1)
-        super().__init__(head, len(self.levels), len(paths), slots, self.levels[-1].last - 1, is_chain)
+        is_chain = self.parent == trees.chain(len(self.parent) - 1)
+        super().__init__(head, len(self.levels), len(self.parent), slots, self.levels[-1].last - 1, is_chain)
 
     def propose(self, uniforms: Tensor) -> DraftTree:
         hidden = self._read_pending()
