@@ -105,9 +105,7 @@ class DraftTraining(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _losses(
-        self, predicted: Tensor, goal: Tensor, trained: Tensor, branches: int, measure: bool
-    ) -> dict[str, Tensor]:
+    def _losses(self, predicted: Tensor, goal: Tensor, trained: Tensor, branches: int) -> dict[str, Tensor]:
         assert self.head is not None
         start = int(trained.any(0).float().argmax())  # caption slots have no loss: no logits for them
         predicted, goal, trained = predicted[:, start:], goal[:, start:], trained[:, start:]
@@ -116,16 +114,13 @@ class DraftTraining(L.LightningModule):
             "feature": masked_mean(feature_loss(predicted, goal), trained),
             "classification": masked_mean(soft_cross_entropy(logits, goal_logits), trained),
         }
-        if not (measure or self.hparams["guided_weight"]):
-            return losses
         draft = self.sampling.guided(logits.unflatten(0, (-1, branches)))
         target = self.sampling.guided(goal_logits.unflatten(0, (-1, branches)))
         both = trained.unflatten(0, (-1, branches)).all(1)
         if self.hparams["guided_weight"]:
             losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
-        if measure:
-            with torch.no_grad():
-                losses["acceptance"] = masked_mean(acceptance_mass(draft.softmax(-1), target.softmax(-1)), both)
+        with torch.no_grad():
+            losses["acceptance"] = masked_mean(acceptance_mass(draft.softmax(-1), target.softmax(-1)), both)
         return losses
 
     def _step(self, batch: dict[str, Any], stage: str) -> Tensor:
@@ -141,8 +136,7 @@ class DraftTraining(L.LightningModule):
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.hparams["noise"] * hidden.std()
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
         predicted = self.head(tokens, hidden, rope, mask, context=rows.get("context"))
-        measure = stage != "train" or (self.global_step + 1) % self.trainer.log_every_n_steps == 0
-        losses = self._losses(predicted, goal, trained, branches, measure)
+        losses = self._losses(predicted, goal, trained, branches)
         loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
         loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
         for name, value in {"loss": loss, **losses}.items():
