@@ -211,11 +211,13 @@ def test_a_floor_costs_no_bias_and_lengthens(tables):
     assert floored["emitted"] > tightened["emitted"] + 0.05
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_at_equal_length_relaxing_early_has_the_smaller_bound(seed, tables, rng):
-    """Proposition 2: the decreasing schedule against its reverse, scaled until both emit the same."""
+@pytest.mark.parametrize("seed", range(8))
+def test_at_equal_length_relaxing_early_has_the_smaller_bound(seed, rng, distributions):
+    """Proposition 2: the decreasing schedule against its reverse, scaled until both emit the same. Here the draft is
+    equally good at every depth: where it is worst at the first one, the reverse can have the smaller bound."""
     rng.manual_seed(seed)
-    target, draft = tables(3, 4), tables(3, 3)
+    p, q = distributions(rng, 2, 3)
+    target, draft = ([law.expand(*[3] * i, 3) for i in range(depth)] for law, depth in ((p, 4), (q, 3)))
     early = CoolSD(1.3).schedule(3)
     wanted = slow_law(target, draft, early.tolist())[1]
     low, high = 0.0, 64.0
@@ -224,7 +226,7 @@ def test_at_equal_length_relaxing_early_has_the_smaller_bound(seed, tables, rng)
         late = slow_law(target, draft, (early.flip(0) * scale).tolist())[1]
         low, high = (low, scale) if late["emitted"] > wanted["emitted"] else (scale, high)
     assert abs(late["emitted"] - wanted["emitted"]) < 1e-6
-    assert 0.01 < wanted["bias"] < late["bias"] - 0.01
+    assert 0.01 < wanted["bias"] < 0.97 * late["bias"]
 
 
 def test_optimal_resampling_beats_every_other(rng, distributions):
