@@ -28,7 +28,7 @@ class Sizes:
     fresh_prompts: int
 
 
-FULL = Sizes(images=512, steps=600, prompts=16, fresh_prompts=8)
+FULL = Sizes(images=512, steps=400, prompts=16, fresh_prompts=8)
 FAST = Sizes(images=64, steps=50, prompts=2, fresh_prompts=1)
 
 
