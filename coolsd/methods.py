@@ -61,7 +61,8 @@ def make_rule(rule: Rule, **settings: Any) -> Any:
 
 def needs_head(drafter: Drafting) -> bool:
     """Whether it drafts with a head; Jacobi decoding drafts with the target itself."""
-    return not isinstance(drafter, Jacobi) and drafter not in ("sjd", "scd")
+    known = DRAFTERS.get(drafter) if isinstance(drafter, str) else drafter
+    return not isinstance(known, Jacobi) and getattr(known, "func", known) is not Jacobi
 
 
 def make_drafter(drafter: Drafting, head: EagleHead | None, length: int | None = None) -> Any:

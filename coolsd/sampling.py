@@ -104,3 +104,14 @@ def counter_uniforms(seed: int, rows: Tensor, first_round: int, rounds: int, slo
     key = mix(key ^ torch.arange(first_round, first_round + rounds, device=device)[:, None, None])
     bits = mix(key ^ torch.arange(slots, device=device)) >> (64 - UNIFORM_BITS)
     return (bits & ((1 << UNIFORM_BITS) - 1)).float() / (1 << UNIFORM_BITS)
+
+
+def residual(target_probs: Tensor, accepted: Tensor) -> Tensor:
+    """Distribution to resample from after a rejection: what the target still owes.  All [..., V].
+
+    normalise(relu(target - accepted)).  Of all choices it minimises the total-variation distance to the target at
+    this position (Theorem 2, Eqn. 5); where nothing is owed, the target itself is returned.
+    """
+    owed = (target_probs - accepted).relu()
+    total = owed.sum(-1, keepdim=True)
+    return torch.where(total > 0, owed / total.clamp(min=1e-38), target_probs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coolsd import tree as trees
 from coolsd.interfaces import DraftTree, Verification
-from coolsd.sampling import draw
+from coolsd.sampling import draw, residual
 
 
 def accepted_mass(rule: Any, target_probs: Tensor, draft_probs: Tensor, relaxation: Tensor, depth: Tensor) -> Tensor:
@@ -22,17 +22,6 @@ def accepted_mass(rule: Any, target_probs: Tensor, draft_probs: Tensor, relaxati
         accept = rule.accept_probs(target_probs, draft_probs, depth).clamp(0, 1)
         return torch.where(draft_probs > 0, draft_probs * accept, 0.0)  # p / q is 0 / 0 where top-k left nothing
     return rule.accepted_mass(target_probs, draft_probs, relaxation)
-
-
-def residual(target_probs: Tensor, accepted: Tensor) -> Tensor:
-    """Distribution to resample from after a rejection: what the target still owes.  All [..., V].
-
-    normalise(relu(target - accepted)).  Of all choices it minimises the total-variation distance to the target at
-    this position (Theorem 2, Eqn. 5); where nothing is owed, the target itself is returned.
-    """
-    owed = (target_probs - accepted).relu()
-    total = owed.sum(-1, keepdim=True)
-    return torch.where(total > 0, owed / total.clamp(min=1e-38), target_probs)
 
 
 def bias_of_test(target_probs: Tensor, accepted: Tensor) -> Tensor:

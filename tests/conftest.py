@@ -6,10 +6,13 @@ Nothing here is imported by name: torch_fidelity installs a top-level package ca
 import copy
 import dataclasses
 import functools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy import stats
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,6 +24,7 @@ from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
 from coolsd.transformer import TransformerConfig
 
+PARITY = Path(__file__).parent / "parity"
 WORDS = {"[unknown]": 0, "a": 1, "b": 2, "c": 3}
 
 
@@ -138,3 +142,41 @@ def p_value():
         return float(stats.chi2.sf(statistic, len(observed) - 1))
 
     return test
+
+
+def _from_official(weights):
+    """LANTERN's drafter names -> ours. Its caption slots carry token 0, which is our prefix embedding."""
+    layer, our = "layers.0", "transformer.layers.0"
+    qkv = [weights[f"{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
+    gate_up = [weights[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    return {
+        "embedding": weights["embed_tokens.weight"],
+        "prefix_embedding": weights["embed_tokens.weight"][0],
+        "fc.weight": weights["fc.weight"],
+        "fc.bias": weights["fc.bias"],
+        f"{our}.attention.qkv.weight": torch.cat(qkv),
+        f"{our}.attention.output.weight": weights[f"{layer}.self_attn.o_proj.weight"],
+        f"{our}.feed_forward.gate_up.weight": torch.cat(gate_up),
+        f"{our}.feed_forward.down.weight": weights[f"{layer}.mlp.down_proj.weight"],
+        f"{our}.feed_forward_norm.weight": weights[f"{layer}.post_attention_layernorm.weight"],
+    }
+
+
+@pytest.fixture(scope="module")
+def official_drafter():
+    """LANTERN's: (head, inputs, outputs, json). Pair i stands at row i of the official table, at row i + 1 of ours."""
+    facts = json.loads((PARITY / "lantern_drafter_llamagen_a.json").read_text())
+    weights, given, out = (
+        load_file(PARITY / f"lantern_drafter_llamagen_a_{part}.safetensors") for part in ("weights", "in", "out")
+    )
+    c = facts["config"]
+    shape = TransformerConfig(
+        c["hidden_size"], 1, c["num_attention_heads"], c["intermediate_size"], norm_eps=c["rms_norm_eps"]
+    )
+    config = EagleConfig(
+        shape, c["vocab_size"], c["prefix"], c["block_size"], own_embedding=True, mask_prefix_pads=False
+    )
+    rope = torch.cat([torch.zeros(1, *out["rope_table"].shape[1:]), out["rope_table"]])
+    head = EagleHead(config, weights["embed_tokens.weight"], given["head"], rope)
+    head.load_state_dict(_from_official(weights))
+    return head.eval().requires_grad_(False), given, out, facts

@@ -1,12 +1,9 @@
 """The draft head against the official drafter's numbers, and the chain's cache against a head run from scratch."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import coolsd
 from coolsd.decode import generate
@@ -15,48 +12,9 @@ from coolsd.heads.checkpoint import save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.rules.relaxed import CoolSD, Vanilla
 from coolsd.sampling import Sampling
-from coolsd.transformer import TransformerConfig, grid_rope
+from coolsd.transformer import grid_rope
 
-PARITY = Path(__file__).parent / "parity"
 CAPTIONS = ["a", "b c a", "a b c a", "c c"]
-
-
-def from_official(weights):
-    """LANTERN's drafter names -> ours. Its caption slots carry token 0, which is our prefix embedding."""
-    layer, our = "layers.0", "transformer.layers.0"
-    qkv = [weights[f"{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
-    gate_up = [weights[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    return {
-        "embedding": weights["embed_tokens.weight"],
-        "prefix_embedding": weights["embed_tokens.weight"][0],
-        "fc.weight": weights["fc.weight"],
-        "fc.bias": weights["fc.bias"],
-        f"{our}.attention.qkv.weight": torch.cat(qkv),
-        f"{our}.attention.output.weight": weights[f"{layer}.self_attn.o_proj.weight"],
-        f"{our}.feed_forward.gate_up.weight": torch.cat(gate_up),
-        f"{our}.feed_forward.down.weight": weights[f"{layer}.mlp.down_proj.weight"],
-        f"{our}.feed_forward_norm.weight": weights[f"{layer}.post_attention_layernorm.weight"],
-    }
-
-
-@pytest.fixture(scope="module")
-def official():
-    """(head, inputs, outputs, json). Pair i stands at row i of the official table, at row i + 1 of ours."""
-    facts = json.loads((PARITY / "lantern_drafter_llamagen_a.json").read_text())
-    weights, given, out = (
-        load_file(PARITY / f"lantern_drafter_llamagen_a_{part}.safetensors") for part in ("weights", "in", "out")
-    )
-    c = facts["config"]
-    shape = TransformerConfig(
-        c["hidden_size"], 1, c["num_attention_heads"], c["intermediate_size"], norm_eps=c["rms_norm_eps"]
-    )
-    config = EagleConfig(
-        shape, c["vocab_size"], c["prefix"], c["block_size"], own_embedding=True, mask_prefix_pads=False
-    )
-    rope = torch.cat([torch.zeros(1, *out["rope_table"].shape[1:]), out["rope_table"]])
-    head = EagleHead(config, weights["embed_tokens.weight"], given["head"], rope)
-    head.load_state_dict(from_official(weights))
-    return head.eval().requires_grad_(False), given, out, facts
 
 
 def prefix_tokens(ids, prefix):
@@ -64,15 +22,15 @@ def prefix_tokens(ids, prefix):
     return torch.where(torch.arange(ids.shape[1]) < prefix, -1, ids)
 
 
-def test_rope_table_is_that_of_the_target(official):
+def test_rope_table_is_that_of_the_target(official_drafter):
     # the pair with image token 0 (pair 119) sits where that token sits in the target (row 120): the same grid table
-    head, _, _, _ = official
+    head, _, _, _ = official_drafter
     torch.testing.assert_close(head.rope, grid_rope(120, 16, 16, 16, spare=20), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_teacher_forced_pass_is_the_official_one(official, prepared):
-    head, given, out, _ = official
+def test_teacher_forced_pass_is_the_official_one(official_drafter, prepared):
+    head, given, out, _ = official_drafter
     head = head.prepare() if prepared else head.to(torch.float32)  # moving a head unfolds it
     tokens = prefix_tokens(out["tf.input_ids"], 119)
     hidden = head(tokens, out["tf.hidden_in"], head.rope[None, 1 : tokens.shape[1] + 1])
@@ -85,8 +43,8 @@ def test_teacher_forced_pass_is_the_official_one(official, prepared):
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_cached_rounds_and_tree_steps_are_the_official_ones(official, prepared):
-    head, given, out, facts = official
+def test_cached_rounds_and_tree_steps_are_the_official_ones(official_drafter, prepared):
+    head, given, out, facts = official_drafter
     head = head.prepare() if prepared else head.to(torch.float32)
     scale = Sampling(guidance=facts["config"]["cfg_scale"])
     cache = head.transformer.new_cache(2, 160)

@@ -13,8 +13,9 @@ from coolsd.drafters.chain import Chain
 from coolsd.interfaces import DraftTree
 from coolsd.rules.grouped import Grouped, close_pairs
 from coolsd.rules.relaxed import Vanilla
+from coolsd.sampling import residual
 from coolsd.tree import chain
-from coolsd.verify import residual, verify
+from coolsd.verify import verify
 
 GOLDEN = load_file(Path(__file__).parent / "parity" / "sjd_gsd_a.safetensors")
 ONES = torch.ones(1)

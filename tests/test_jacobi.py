@@ -15,8 +15,8 @@ from coolsd.decode import generate
 from coolsd.drafters.jacobi import Jacobi, gumbel_draw, maximal_draw, noise_keys
 from coolsd.interfaces import Prompt, TargetOutput
 from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
-from coolsd.sampling import Sampling, draw
-from coolsd.verify import residual, verify
+from coolsd.sampling import Sampling, draw, residual
+from coolsd.verify import verify
 
 CAPTIONS = ["a b", "c", "a b c a", "b", "a a"]
 INITS, COUPLINGS = ["random", "repeat", "sample"], [None, "gumbel", "maximal"]

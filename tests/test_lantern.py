@@ -19,8 +19,8 @@ from coolsd.interfaces import DraftTree
 from coolsd.rules.lantern import Lantern, LanternPP
 from coolsd.rules.neighbours import nearest, neighbours
 from coolsd.rules.relaxed import Vanilla
-from coolsd.sampling import Sampling, draw
-from coolsd.verify import own_resampling, residual, verify
+from coolsd.sampling import Sampling, draw, residual
+from coolsd.verify import own_resampling, verify
 
 PARITY = Path(__file__).parent / "parity"
 POSTERIOR = json.loads((PARITY / "lantern_posterior_a.json").read_text())

@@ -18,8 +18,8 @@ from coolsd.methods import RULES, describe_rule, make_rule
 from coolsd.rules.grouped import Grouped
 from coolsd.rules.lantern import Lantern, LanternPP
 from coolsd.rules.relaxed import CoolSD, LinearSD, Uniform, Vanilla
-from coolsd.sampling import draw
-from coolsd.verify import accepted_mass, bias_of_test, own_resampling, residual, verify
+from coolsd.sampling import draw, residual
+from coolsd.verify import accepted_mass, bias_of_test, own_resampling, verify
 
 CODES = 4
 EVERY = [

@@ -1,5 +1,6 @@
 """DeepSpeed ZeRO-2 on CPU: the overlay recipe changes where a draft head is trained, not what comes out."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coolsd.checkpoint import save_checkpoint
 from coolsd.cli import main
 from coolsd.transformer import grid_rope
 from data.features import CachedSample, CacheSettings, FeatureCacheWriter
@@ -93,3 +95,15 @@ def test_a_second_run_in_the_same_folder_goes_on(plain):
     )
     assert (folder / "run" / "config.yaml").read_text().count("max_epochs: 3") == 1
     assert sorted((folder / "run" / "checkpoints").glob("epoch=2*"))
+
+
+def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
+    (folder, weights), still = plain, ["--model.learning_rate", "0", "--model.intermediate_size", "64"]
+    recipe = ["fit", "--config", str(folder / "recipe.yaml"), "--data.batch_size", "8", "--out", str(tmp_path / "run")]
+    assert main([*recipe, "--model.start_from", str(folder / "head"), *still]) == 0
+    again = load_file(tmp_path / "run" / "export" / "draft" / "model.safetensors")
+    assert again.keys() == weights.keys() and all(torch.equal(again[name], weights[name]) for name in weights)
+    config = json.loads((folder / "head" / "config.json").read_text())
+    save_checkpoint(tmp_path / "stranger", {**config, "target": "toy@2"}, weights)
+    assert main([*recipe, "--model.start_from", str(tmp_path / "stranger")]) == 2
+    assert "was trained on toy@2, but the target is toy@1" in capfd.readouterr().err

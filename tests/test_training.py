@@ -205,6 +205,32 @@ def test_a_head_that_copies_the_target_has_full_acceptance_and_no_feature_loss(f
     assert losses["acceptance"].item() == pytest.approx(1.0, abs=1e-5)
 
 
+def test_the_acceptance_loss_raises_the_acceptance_of_the_guided_distribution(features):
+    head, batch = features
+    weights = {"classification_weight": 0.0, "acceptance_weight": 1000.0}
+    module = training_of(head.train().requires_grad_(True), **weights)
+
+    def acceptance():
+        found = {}
+        module.log = lambda name, value, **_: found.update({name: float(value)})
+        loss = module.training_step(batch, 0)
+        assert float(loss) == pytest.approx(found["train/feature"] - 1000 * found["train/acceptance"], rel=1e-5)
+        return loss, found["train/acceptance"]
+
+    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=1e-3)
+    first = acceptance()[1]
+    for _ in range(20):
+        optimizer.zero_grad()
+        acceptance()[0].backward()
+        optimizer.step()
+    assert acceptance()[1] > first + 0.01
+    with torch.no_grad():  # where it is no part of the loss it costs no gradient
+        module.hparams["acceptance_weight"] = 0.0
+    assert not module._losses(*[torch.rand(2, 3, 32, requires_grad=True)] * 2, torch.ones(2, 3).bool(), 2)[
+        "acceptance"
+    ].requires_grad
+
+
 def test_losses_against_their_definitions(rng, distributions):
     draft, target = distributions(rng, 3, 7), distributions(rng, 3, 7)
     expected = -(target * draft.log()).sum(-1)

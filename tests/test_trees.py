@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from coolsd import tree as trees
 from coolsd.decode import generate
@@ -21,11 +20,9 @@ from coolsd.drafters import static_tree
 from coolsd.drafters.chain import Chain
 from coolsd.drafters.dynamic_tree import DynamicTree
 from coolsd.drafters.static_tree import StaticTree
-from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
 from coolsd.rules.relaxed import CoolSD, Vanilla
 from coolsd.sampling import Sampling
-from coolsd.transformer import TransformerConfig
 from coolsd.verify import verify
 
 PARITY = Path(__file__).parent / "parity"
@@ -218,37 +215,12 @@ def test_drafts_are_those_of_a_head_without_cache(which, sampling, toy):
                 torch.testing.assert_close(tree.draft_probs[row], torch.stack(probs), rtol=0, atol=1e-4)
 
 
-def test_the_dynamic_tree_is_the_official_one():
-    # EAGLE-2's own tree on LANTERN's drafter: see test_eagle.py for the names of its weights
-    facts = json.loads((PARITY / "lantern_drafter_llamagen_a.json").read_text())
-    weights, given, out = (
-        load_file(PARITY / f"lantern_drafter_llamagen_a_{part}.safetensors") for part in ("weights", "in", "out")
-    )
-    c, layer, our = facts["config"], "layers.0", "transformer.layers.0"
-    shape = TransformerConfig(
-        c["hidden_size"], 1, c["num_attention_heads"], c["intermediate_size"], norm_eps=c["rms_norm_eps"]
-    )
-    config = EagleConfig(
-        shape, c["vocab_size"], c["prefix"], c["block_size"], own_embedding=True, mask_prefix_pads=False
-    )
-    rope = torch.cat([torch.zeros(1, *out["rope_table"].shape[1:]), out["rope_table"]])
-    head = EagleHead(config, weights["embed_tokens.weight"], given["head"], rope)
-    joined = {
-        "attention.qkv": torch.cat([weights[f"{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]),
-        "feed_forward.gate_up": torch.cat([weights[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up")]),
-        "attention.output": weights[f"{layer}.self_attn.o_proj.weight"],
-        "feed_forward.down": weights[f"{layer}.mlp.down_proj.weight"],
-        "feed_forward_norm": weights[f"{layer}.post_attention_layernorm.weight"],
-    }
-    head.load_state_dict(
-        {f"{our}.{name}.weight": weight for name, weight in joined.items()}
-        | {"embedding": weights["embed_tokens.weight"], "prefix_embedding": weights["embed_tokens.weight"][0]}
-        | {name: weights[name] for name in ("fc.weight", "fc.bias")}
-    )
+def test_the_dynamic_tree_is_the_official_one(official_drafter):
+    """EAGLE-2's own tree on LANTERN's drafter."""
+    head, given, out, facts = official_drafter
+    c = facts["config"]
     golden = facts["dynamic"]
-    drafter = DynamicTree(
-        head.eval().requires_grad_(False), golden["total_tokens_arg"], golden["depth"] + 1, golden["top_k"]
-    )
+    drafter = DynamicTree(head, golden["total_tokens_arg"], golden["depth"] + 1, golden["top_k"])
     prompt = Prompt(("",), torch.ones(1, 2, c["prefix"], dtype=torch.bool), {})
     hidden = TargetOutput(torch.empty(0), given["prefix_hidden"][None])
     drafter.start(None, prompt, hidden, given["first_token"], Sampling(guidance=c["cfg_scale"]))

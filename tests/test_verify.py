@@ -9,8 +9,8 @@ import torch
 from coolsd import tree as trees
 from coolsd.interfaces import DraftTree
 from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
-from coolsd.sampling import draw
-from coolsd.verify import _verify_chain, _verify_tree, bias_of_test, kl_of_test, residual, verify
+from coolsd.sampling import draw, residual
+from coolsd.verify import _verify_chain, _verify_tree, bias_of_test, kl_of_test, verify
 
 RULES = [Vanilla(), Uniform(1.3), CoolSD(1.1), CoolSD(1.1, floor=1.0), CoolSD(2.0), Uniform(0.8)]
 

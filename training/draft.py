@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from coolsd.heads.checkpoint import save_head
+from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.sampling import Sampling
 from coolsd.transformer import TransformerConfig
@@ -28,9 +28,11 @@ from training.losses import acceptance_mass, feature_loss, masked_mean, soft_cro
 
 class DraftTraining(L.LightningModule):
     """loss = SmoothL1(hidden) + classification_weight * soft cross-entropy of each branch
-    + guided_weight * soft cross-entropy of the guided distribution, the one that verification sees (0 = EAGLE-1).
+    + guided_weight * soft cross-entropy of the guided distribution, the one that verification sees
+    - acceptance_weight * sum min(p, q) of it, the acceptance itself (EAGLE-1: both 0).
 
-    intermediate_size 0 = 8/3 of the hidden size. guidance: that of decoding, for the acceptance and the guided loss.
+    intermediate_size 0 = 8/3 of the hidden size. start_from: folder of a head to go on training, whose shape counts.
+    guidance: that of decoding, for the acceptance and the guided loss.
     noise: uniform noise on the input hidden states, +- this many of their standard deviations. Learning rate: linear
     warm-up, then cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode at most
     `captions` held-out captions before and after training (0 = never) and print their accepted length.
@@ -45,6 +47,8 @@ class DraftTraining(L.LightningModule):
         warmup_steps: int = 50,
         classification_weight: float = 0.1,
         guided_weight: float = 0.0,
+        acceptance_weight: float = 0.0,
+        start_from: str | None = None,
         guidance: float = 1.0,
         noise: float = 0.1,
         target: str | None = None,
@@ -69,6 +73,10 @@ class DraftTraining(L.LightningModule):
                 f"{settings.branches}; set --model.guidance {limit}, or extract again with --model.guidance "
                 f"{unconditional}"
             )
+        ends = {name: tensor.float() for name, tensor in ends.items()}
+        if self.hparams["start_from"] is not None:
+            self.head = read_head(self.hparams["start_from"], ends, settings.target)
+            return
         size = settings.hidden_size
         config = EagleConfig(
             TransformerConfig(
@@ -83,7 +91,7 @@ class DraftTraining(L.LightningModule):
             target=settings.target,
             context=settings.context,
         )
-        self.head = EagleHead(config, ends["embedding"].float(), ends["lm_head"].float(), ends["rope"])
+        self.head = EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(
@@ -119,8 +127,9 @@ class DraftTraining(L.LightningModule):
         both = trained.unflatten(0, (-1, branches)).all(1)
         if self.hparams["guided_weight"]:
             losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
-        with torch.no_grad():
-            losses["acceptance"] = masked_mean(acceptance_mass(draft.softmax(-1), target.softmax(-1)), both)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.hparams["acceptance_weight"] > 0):
+            mass = acceptance_mass(draft.float().softmax(-1), target.float().softmax(-1))
+            losses["acceptance"] = masked_mean(mass, both)
         return losses
 
     def _step(self, batch: dict[str, Any], stage: str) -> Tensor:
@@ -139,6 +148,8 @@ class DraftTraining(L.LightningModule):
         losses = self._losses(predicted, goal, trained, branches)
         loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
         loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
+        if self.hparams["acceptance_weight"]:
+            loss = loss - self.hparams["acceptance_weight"] * losses["acceptance"]
         for name, value in {"loss": loss, **losses}.items():
             bar = name in ("loss", "acceptance")
             self.log(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from coolsd.rules.neighbours import CHUNK, digest, keep
-from coolsd.rules.relaxed import check, check_resampling, residual_of_draft
+from coolsd.rules.relaxed import check, check_resampling
+from coolsd.sampling import residual
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Grouped:
 
     def resample(self, target_probs: Tensor, draft_probs: Tensor, relaxation: Tensor, token: Tensor) -> Tensor:
         """Law [B, V] after a rejection, whatever the token: the vanilla residual."""
-        return residual_of_draft(target_probs, draft_probs)
+        return residual(target_probs, draft_probs)
 
 
 def close_pairs(embedding: Tensor, max_distance: float) -> Tensor:

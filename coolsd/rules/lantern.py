@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from coolsd.rules.neighbours import CHUNK, neighbours
-from coolsd.rules.relaxed import check, check_resampling, residual_of_draft
+from coolsd.rules.relaxed import check, check_resampling
+from coolsd.sampling import residual
 
 Bound = TypeVar("Bound", bound="_Neighbourhood")
 
@@ -98,7 +99,7 @@ class _Neighbourhood(ABC):
         _, some = self._added_at(target_probs, token)
         near = self.neighbours[token[:, 0]].long()
         spared = torch.zeros_like(draft_probs, dtype=torch.bool).scatter(1, near, True) & some
-        law = residual_of_draft(target_probs, draft_probs.masked_fill(spared, 0))
+        law = residual(target_probs, draft_probs.masked_fill(spared, 0))
         return torch.where(draft_probs.gather(1, token) > 0, law, target_probs)
 
 

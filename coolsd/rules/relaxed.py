@@ -1,7 +1,7 @@
 """Acceptance rules whose relaxed mass is a multiple of the target's: r(x) = w p(x), A = min(q, w p).
 
 They differ in the schedule w_1 .. w_L over draft depths only (THEORY.md section 3). p = target, q = draft.
-Also what rules of other kinds share with them: checks of parameters and the vanilla residual.
+Also what rules of other kinds share with them: checks of parameters.
 """
 
 from __future__ import annotations
@@ -30,13 +30,6 @@ def check(name: str, value: float, fine: bool, limit: str) -> None:
 def check_resampling(rule: Any) -> None:
     if rule.resampling not in ("optimal", "own"):
         raise ValueError(f"{type(rule).__name__} resampling is {rule.resampling!r}, but must be 'optimal' or 'own'")
-
-
-def residual_of_draft(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """normalise(relu(p - q)), the residual that rules with their own resampling build upon; p where that is nothing."""
-    owed = (target_probs - draft_probs).relu()
-    total = owed.sum(-1, keepdim=True)
-    return torch.where(total > 0, owed / total.clamp(min=1e-38), target_probs)
 
 
 @dataclass(frozen=True)
