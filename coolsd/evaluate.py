@@ -1,6 +1,7 @@
 """`coolsd evaluate`: prompts -> images of several methods -> accepted length, latency, bias -> results.json.
 
-Knows how to measure fairly: everything warmed up, methods interleaved prompt by prompt, plain always among them.
+Knows how to measure fairly: everything warmed up, methods interleaved prompt by prompt, plain always among them. An
+interrupted run goes on where it stopped: what was measured stands in measured.jsonl.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from coolsd.generate_images import (
     write_png,
 )
 from coolsd.heads.checkpoint import load_head
+from coolsd.journal import Journal
 from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
 from coolsd.sampling import Sampling
+
+JOURNAL = "measured.jsonl"  # in the folder of a run: what it has measured
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def evaluate(
     """Measure methods against plain decoding, which is always the first row ("ar").
 
     Args:
-        out: Folder for results.json, table.md, report.html and images/.
+        out: Folder for results.json, table.md, report.html and images/; an interrupted run in it goes on.
         methods: What to compare, each {name, rule, ...}.
         target: Checkpoint folder of the target, or its name under checkpoints/.
         head: The same of the draft head.
@@ -130,7 +134,23 @@ def evaluate(
     if check:
         return None
     (out / "images").mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
+    about = {
+        "environment": results.environment(model.device, model.dtype),
+        "target": model.fingerprint,
+        "draft": checkpoint_name(head) if any(m.head is None and needs_head(m.drafter) for m in methods) else None,
+        "repeats": repeats,
+        "batch_size": batch_size,
+        "compiled": compile,
+        "seed": seed,
+    }
+    measured_on = {name: about["environment"][name] for name in ("versions", "device", "cpu", "threads", "dtype")}
+    same = {
+        **about,
+        "environment": measured_on,
+        "captions": captions,
+        "methods": [[c.name, c.about, c.prompts] for c in contenders],
+    }
+    journal = Journal(out / JOURNAL, same)
 
     def write() -> dict[str, Any]:
         plain = contenders[0].images
@@ -139,16 +159,10 @@ def evaluate(
         shown = captions[: 1 + max(image["prompt"] for image in plain)]
         found = {
             "schema": 1,
-            "environment": results.environment(model.device, model.dtype),
-            "target": model.fingerprint,
-            "draft": checkpoint_name(head) if any(m.head is None and needs_head(m.drafter) for m in methods) else None,
+            **about,
             "prompts": len(shown),
             "captions": shown,
-            "repeats": repeats,
-            "batch_size": batch_size,
-            "compiled": compile,
-            "seed": seed,
-            "minutes": (time.perf_counter() - began) / 60,
+            "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
             "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
         }
         write_json(out / "results.json", found)
@@ -158,7 +172,7 @@ def evaluate(
         return found
 
     try:
-        measure(model, contenders, captions, sampling, seed, repeats, batch_size, out)
+        measure(model, contenders, captions, sampling, seed, repeats, batch_size, out, journal)
     except BaseException:  # also Ctrl-C: what all methods have decoded by now stays, with its numbers
         if all(contender.images for contender in contenders):
             write()
@@ -203,19 +217,31 @@ def load(model: Any, methods: Sequence[Method], head: str, prompts: int, samplin
 
 def measure(
     model: Any, contenders: Sequence[Contender], captions: Sequence[str], sampling: Sampling, seed: int, repeats: int,
-    batch_size: int, out: Path,
+    batch_size: int, out: Path, journal: Journal,
 ) -> None:  # fmt: skip
     """Fill each contender's images. Every batch of prompts is decoded by all of them, one after another, in an order
     that turns from batch to batch, so that drift of the machine hits all alike; the first batch is decoded once more
-    beforehand, unmeasured, to warm up."""
+    beforehand, unmeasured, to warm up. What the journal has is not decoded again."""
     starts = [(repeat, first) for repeat in range(repeats) for first in range(0, len(captions), batch_size)]
-    with progress_bar("evaluate", (len(starts) + 1) * len(contenders), "images measured") as bar:
-        for turn, (repeat, first) in enumerate([(0, 0), *starts]):
-            for contender in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]:
+    work = [
+        (f"{contender.name} {repeat} {first}", contender, repeat, first)
+        for turn, (repeat, first) in enumerate(starts)
+        for contender in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]
+        if first < contender.prompts
+    ]
+    left = {contender.name for key, contender, *_ in work if key not in journal.pieces}
+    with progress_bar("evaluate", len(work) + len(left), "images measured") as bar:
+        for contender in contenders:
+            if contender.name in left:
+                batch = range(min(batch_size, contender.prompts))
+                decode(model, contender, captions, batch, sampling, seed, 0, out)
+                bar.update(bar.task_ids[0], advance=1)
+        for key, contender, repeat, first in work:
+            if key not in journal.pieces:
                 batch = range(first, min(first + batch_size, contender.prompts))
-                records = decode(model, contender, captions, batch, sampling, seed, repeat, out) if batch else []
-                contender.images.extend(records if turn else [])
-                bar.update(bar.task_ids[0], advance=1, rate=str(sum(len(c.images) for c in contenders)))
+                journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, out))
+            contender.images.extend(journal.pieces[key])
+            bar.update(bar.task_ids[0], advance=1, rate=str(sum(len(c.images) for c in contenders)))
 
 
 def decode(

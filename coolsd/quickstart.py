@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coolsd.cli import argument_parser
-from coolsd.evaluate import Method, evaluate
+from coolsd.evaluate import JOURNAL, Method, evaluate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = REPOSITORY / "recipes" / "emoji"
@@ -87,6 +87,7 @@ def quickstart(
         if done.returncode:
             raise ValueError(f"coolsd {arguments[0]} ended with exit code {done.returncode}; see its message above")
     announce(f"evaluate: {sizes.prompts} held-out captions", start)
+    (out / JOURNAL).unlink(missing_ok=True)  # the fresh head may be another one than last time
     evaluate(out, methods(sizes, out / "draft"), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
     announce(f"done; open {out / 'report.html'} (numbers: results.json, table.md)", start)
 

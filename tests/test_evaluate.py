@@ -127,6 +127,35 @@ def test_ctrl_c_keeps_what_all_methods_have_decoded(run, command, tmp_path, monk
         count = len(cut["per_image"]["row"])
         assert count >= 2 and cut["per_image"]["target_calls"] == whole["per_image"]["target_calls"][:count]
 
+    with (tmp_path / evaluate.JOURNAL).open("ab") as file:
+        file.write(b'["uniform 1 3", [{"prom')  # power went off within a line
+    calls.clear()
+    monkeypatch.setattr(evaluate, "generate", lambda *args, **kwargs: calls.append(args) or real(*args, **kwargs))
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 0
+    assert len(calls) == 4 + 2 * (4 + 4 + 3 + 4) - 10  # warm up again, then what was not measured before: 4 + 4 + 2
+    again = json.loads((tmp_path / "results.json").read_text())
+    for whole, resumed, cut in zip(found["rows"], again["rows"], kept["rows"], strict=True):
+        for key in ("row", "target_calls", "file", "nll_per_token"):
+            assert resumed["per_image"][key] == whole["per_image"][key]
+        assert resumed["per_image"]["latency_s"][: cut["images"]] == cut["per_image"]["latency_s"]
+
+    calls.clear()
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 0 and not calls
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == again["rows"]
+
+
+def test_a_folder_of_other_settings_or_files_is_left_alone(run, command, tmp_path, capfd):
+    folder, _ = run
+    before = (folder / evaluate.JOURNAL).read_bytes()
+    assert cli.main(["evaluate", *command, "--out", str(folder), "--seed", "1", "--repeats", "1"]) == 2
+    assert "begun with another repeats and seed; choose another folder" in capfd.readouterr().err
+    assert (folder / evaluate.JOURNAL).read_bytes() == before
+    for content in (b"{}\n[]\n", b"[1]\n", b"\xff\n", b"{}\n" + b"[" * 100_000 + b"\n"):
+        (tmp_path / evaluate.JOURNAL).write_bytes(content)
+        assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 2
+        assert "no record of finished images" in capfd.readouterr().err
+        assert (tmp_path / evaluate.JOURNAL).read_bytes() == content
+
 
 def test_check_decodes_and_writes_nothing(command, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "generate", lambda *_: pytest.fail("--check must not decode"))
