@@ -95,6 +95,7 @@ def evaluate(
     repeats: int = 1,
     sampling: Sampling = EMOJI_SAMPLING,
     batch_size: int = 1,
+    baseline: str | None = None,
     check: bool = False,
     compile: bool = False,
     device: str = "auto",
@@ -114,6 +115,7 @@ def evaluate(
         repeats: Images per prompt and method, each with a row index of its own.
         sampling: How logits become a distribution, the same for all.
         batch_size: Images decoded together; latency is then a batch's time divided by its size.
+        baseline: Name of a method: the others' accepted length and NLL less its own, image by image, with Student's t.
         check: Load and check everything, decode nothing.
         compile: torch.compile the target.
         device: cpu, cuda, mps or auto.
@@ -126,6 +128,8 @@ def evaluate(
     names = ["ar", *(slug(method.name) for method in methods)]
     if doubled := {name for name in names if names.count(name) > 1 or not name}:
         raise ValueError(f"method names must differ, also from 'ar' and from nothing: {', '.join(sorted(doubled))!r}")
+    if baseline not in (None, "ar", *(method.name for method in methods)):
+        raise ValueError(f"no method named {baseline!r} for a baseline; choose one of ar, {', '.join(names[1:])}")
     captions = find_captions(prompts, split, limit)
     model = load_image_target(target, device, dtype, compile)
     model.encode(captions, sampling.branches == 2)
@@ -165,6 +169,12 @@ def evaluate(
             "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
             "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
         }
+        if baseline is not None:
+            found["baseline"] = baseline
+            base = next(row for row in found["rows"] if row["name"] == baseline)
+            for row in found["rows"]:
+                others = None if row is base else results.paired(row["per_image"], base["per_image"])
+                row["against_baseline"] = others
         write_json(out / "results.json", found)
         report.write(out, found)
         results.show(found)

@@ -31,6 +31,7 @@ MEASURED = ("accepted_length", "target_calls", "latency_s", "bias_per_token", "k
 UNLISTED = ("seconds", "emitted")  # of a record, in per_image: too long to list
 HEADER = ("method", "accepted length", "target calls", "latency s", "speed-up", "speed-up / length", "bias / token",
           "KL / token", "NLL / token")  # fmt: skip
+COMPARED = ("accepted_length", "nll_per_token")  # image by image, with a baseline
 SHOWN = (0, 1, 3, 4, 5, 6, 8)  # columns of the printed table
 
 
@@ -105,6 +106,24 @@ def summary(values: Sequence[float]) -> dict[str, Any] | None:
     return {"mean": mean, "std": std, "ci95": [mean - half, mean + half]}
 
 
+def paired(own: dict[str, list[Any]], baseline: dict[str, list[Any]]) -> dict[str, Any]:
+    """{quantity: summary of the differences own - baseline of the same images, with Student's "t"}.
+
+    own, baseline: `per_image` of two rows. t is null where all differences are equal, or there is but one.
+    """
+    found: dict[str, Any] = {}
+    for key in COMPARED:
+        of_baseline = dict(zip(baseline["row"], baseline[key], strict=True))
+        pairs = [(value, of_baseline.get(row)) for row, value in zip(own["row"], own[key], strict=True)]
+        values = [value - other for value, other in pairs if value is not None and other is not None]
+        differences = summary(values)
+        if differences is not None:
+            error = (differences["std"] or 0.0) / math.sqrt(len(values))
+            differences["t"] = differences["mean"] / error if error else None
+        found[key] = differences
+    return found
+
+
 def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float] | None]:
     """Ratio of mean latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs; None of one pair."""
     pairs = np.array([plain, own])
@@ -138,20 +157,42 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
     return table
 
 
+def comparison(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of the differences to the baseline row; no cells without one."""
+    names = ("accepted length", "t", "NLL / token", "t")
+    table = []
+    for row in results["rows"]:
+        if row.get("against_baseline"):
+            cells = [row["name"]]
+            for key in COMPARED:
+                found = row["against_baseline"][key] or {"mean": math.nan, "t": None}
+                half = f" ± {found['ci95'][1] - found['mean']:.3f}" if found.get("ci95") else ""
+                cells += [f"{found['mean']:+.3f}{half}", "-" if found["t"] is None else f"{found['t']:.1f}"]
+            table.append(cells)
+    return [f"less {results.get('baseline')}, image by image", *names], table
+
+
 def markdown(results: dict[str, Any]) -> str:
-    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in cells(results)]
-    lines = ["| " + " | ".join(row) + " |" for row in [list(HEADER), ["---"] * len(HEADER), *escaped]]
+    def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+        escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+        return ["| " + " | ".join(row) + " |" for row in [escaped[0], ["---"] * len(header), *escaped[1:]]]
+
+    lines = table(HEADER, cells(results))
+    header, rows = comparison(results)
+    lines += ["", *table(header, rows)] if rows else []
     return "\n".join([*lines, "", f"{setting(results)}; ± and brackets: 95% intervals", ""])
 
 
 def show(results: dict[str, Any]) -> None:
     """Print the means, as many of them as fit into 80 columns."""
-    rows = [[row[i] for i in SHOWN] for row in cells(results, intervals=False)]
-    header = (HEADER[i].replace(" ", "\n", 1) for i in SHOWN)
-    table = Table(*header, box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for row in rows:
-        table.add_row(*map(rich.markup.escape, row))
-    Console().print(table)
+    shown = [[row[i] for i in SHOWN] for row in cells(results, intervals=False)]
+    tables = [([HEADER[i].replace(" ", "\n", 1) for i in SHOWN], shown), comparison(results)]
+    for header, rows in tables:
+        table = Table(*header, box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for row in rows:
+            table.add_row(*map(rich.markup.escape, row))
+        if rows:
+            Console().print(table)
     print(setting(results))
 
 

@@ -190,6 +190,24 @@ def test_the_interval_is_students():
     assert results.summary([3.0]) == {"mean": 3.0, "std": None, "ci95": None} and results.summary([]) is None
 
 
+def test_differences_to_a_baseline_are_students_paired_t(run, command, tmp_path, capfd):
+    folder, _ = run
+    assert cli.main(["evaluate", *command, "--out", str(folder), "--baseline", "cool & hot"]) == 0
+    found = json.loads((folder / "results.json").read_text())
+    base, table = found["rows"][2], (folder / "table.md").read_text()
+    assert found["baseline"] == "cool & hot" and base["against_baseline"] is None
+    assert "less cool & hot, image by image" in table and "less cool &amp; hot" in (folder / "report.html").read_text()
+    for row in found["rows"]:
+        for key in results.COMPARED if row is not base else ():
+            by_row = dict(zip(row["per_image"]["row"], row["per_image"][key], strict=True))
+            own = [by_row[index] for index in base["per_image"]["row"]]  # six images; the others have eight
+            expected, difference = stats.ttest_rel(own, base["per_image"][key]), row["against_baseline"][key]
+            assert math.isclose(difference["t"], expected.statistic, rel_tol=1e-9)
+            assert math.isclose(difference["ci95"][0], expected.confidence_interval().low, abs_tol=0.02)
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path), "--baseline", "warm"]) == 2
+    assert "no method named 'warm' for a baseline; choose one of ar, eagle-1" in capfd.readouterr().err
+
+
 def test_acceptance_by_position_leaves_the_last_call_out():
     # depth 2; calls with 3, 1, 2 tokens: depth 1 tested 3 times and passed twice, depth 2 tested twice and passed once
     assert results.acceptance_per_position([[3, 1, 1], [2, 3]], 2) == [2 / 3, 1 / 2]
