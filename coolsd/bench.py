@@ -70,7 +70,7 @@ def bench(
     measurements: list[Measurement] = []
     for compiled in (False, True) if compile else (False,):
         model = load_target(target, device, dtype, compiled)
-        drafter = Chain(load_head(head, model), length)
+        drafter = Chain(load_head(head, model, compile=compiled), length)
         mark = " (compiled)" if compiled else ""
         measurements.append(ours(model, drafter, sampling, mark))
         measurements.append(theirs(model, sampling.branches, compiled, mark))

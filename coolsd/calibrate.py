@@ -125,7 +125,7 @@ def calibrate(
         prompts: Captions instead: a list, or a file with one a line.
         batch_size: Images decoded together.
         sampling: How logits become a distribution.
-        compile: torch.compile the target.
+        compile: torch.compile target and head.
         device: cpu, cuda, mps or auto.
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
         seed: Image i of recorded run number n is a function of (caption, seed, n * captions + i).
@@ -143,7 +143,7 @@ def calibrate(
         raise ValueError(f"{len(captions)} caption, but intervals need at least 2; give more prompts or a larger limit")
     rule = CoolSD(delta, nu, floor)
     model = load_target(target, device, dtype, compile)
-    drafter = Chain(load_head(head, model), length)
+    drafter = Chain(load_head(head, model, compile=compile), length)
     setup = (model, drafter, captions, sampling, seed, batch_size)
 
     runs: list[dict[str, Any]] = []
@@ -365,7 +365,7 @@ def setting(rule: dict[str, Any]) -> str:
 
 def main(args: list[str]) -> None:
     parser = argument_parser("calibrate", "The setting of Cool-SD for a budget of bias, KL or accepted length.")
-    flags = {"search_nu": "search nu from 0 to 1.5 as well", "compile": "torch.compile the target"}
+    flags = {"search_nu": "search nu from 0 to 1.5 as well", "compile": "torch.compile target and head"}
     for name, purpose in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=purpose)
     parser.add_function_arguments(calibrate, skip={*flags})

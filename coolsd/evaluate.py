@@ -117,7 +117,7 @@ def evaluate(
         batch_size: Images decoded together; latency is then a batch's time divided by its size.
         baseline: Name of a method: the others' accepted length and NLL less its own, image by image, with Student's t.
         check: Load and check everything, decode nothing.
-        compile: torch.compile the target.
+        compile: torch.compile target and head.
         device: cpu, cuda, mps or auto.
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
         seed: Image i is a function of (caption, seed, i).
@@ -133,7 +133,7 @@ def evaluate(
     captions = find_captions(prompts, split, limit)
     model = load_image_target(target, device, dtype, compile)
     model.encode(captions, sampling.branches == 2)
-    contenders = list(load(model, methods, head, len(captions), sampling))
+    contenders = list(load(model, methods, head, len(captions), sampling, compile))
     print(f"{len(captions)} prompts, {repeats} repeats, methods: {', '.join(c.name for c in contenders)}")
     if check:
         return None
@@ -202,11 +202,13 @@ def find_captions(prompts: list[str] | Path | None, split: str, limit: int | Non
     return [item.caption for item in emoji.EmojiImages(split, jitter=False, limit=limit or 64).items]
 
 
-def load(model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling) -> Iterator[Contender]:
+def load(
+    model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling, compile: bool
+) -> Iterator[Contender]:
     """Plain decoding, then the methods; each head is loaded once."""
     yield Contender("ar", None, None, {"rule": None, "drafter": None, "sampling": asdict(sampling)}, prompts, [])
     heads = {
-        folder: load_head(folder, model)
+        folder: load_head(folder, model, compile=compile)
         for folder in {method.head or head for method in methods if needs_head(method.drafter)}
     }
     for method in methods:
@@ -281,7 +283,7 @@ def decode(
 
 def main(args: list[str]) -> None:
     parser = argument_parser("evaluate", "Prompts -> images of several methods -> results.json, table.md, report.html.")
-    flags = {"check": "load and check everything, decode nothing", "compile": "torch.compile the target"}
+    flags = {"check": "load and check everything, decode nothing", "compile": "torch.compile target and head"}
     for name, purpose in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=purpose)
     parser.add_function_arguments(evaluate, skip={*flags})

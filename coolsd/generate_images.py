@@ -92,7 +92,7 @@ def generate_images(
         images_per_prompt: Images of each caption.
         batch_size: Images at a time; null takes as many as fit into half of the free memory, up to 16.
         overwrite: Replace images of other settings.
-        compile: torch.compile the target.
+        compile: torch.compile target and head.
         device: cpu, cuda, mps or auto.
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
         seed: Image i is a function of (caption, seed, i).
@@ -133,7 +133,8 @@ def generate_images(
     model = load_image_target(target, device, dtype, compile)
     drafting = None
     if not plain:
-        drafting = make_drafter(drafter, load_head(head, model) if needs_head(drafter) else None, length)
+        loaded = load_head(head, model, compile=compile) if needs_head(drafter) else None
+        drafting = make_drafter(drafter, loaded, length)
 
     out.mkdir(parents=True, exist_ok=True)
     images = kept_records(out, missing)
@@ -279,7 +280,7 @@ def main(args: list[str]) -> None:
     parser = argument_parser("generate", "Captions in, PNG files and stats.json out.")
     parser.add_argument("captions", type=str, nargs="*", default=argparse.SUPPRESS, help="captions, each one image")
     flags = {"plain": "decode without a draft", "overwrite": "replace images of other settings",
-             "compile": "torch.compile the target"}  # fmt: skip
+             "compile": "torch.compile target and head"}  # fmt: skip
     for name, purpose in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=purpose)
     parser.add_function_arguments(generate_images, skip={"captions", *flags})

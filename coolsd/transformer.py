@@ -214,7 +214,10 @@ class Transformer(nn.Module):
 
     def new_cache(self, rows: int, slots: int, valid: Tensor | None = None) -> KVCache:
         weight = next(self.parameters())
-        return KVCache(
+        cache = KVCache(
             self.config.layers, rows, slots, self.config.key_heads, self.config.head_dim, valid,
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
+        if self._compiled_call_impl is not None:
+            cache.step = slots
+        return cache

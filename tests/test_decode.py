@@ -283,6 +283,7 @@ def test_compiled_decodes_the_same_tokens(toy_copy):
     runs = [(None, None), (Chain(head, 3), Vanilla()), (Chain(head, 3), CoolSD(1.5))]
     eager = [decode(target, CAPTIONS, *run, sampling) for run in runs]
     target.transformer.compile(dynamic=False)  # what load_target(compile=True) does
+    head.prepare(pack=False).transformer.compile(dynamic=False)  # what load_head(compile=True) does
     for run, before in zip(runs, eager, strict=True):
         after = decode(target, CAPTIONS, *run, sampling)
         assert torch.equal(after.tokens, before.tokens) and torch.equal(after.emitted, before.emitted)

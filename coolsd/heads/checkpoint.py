@@ -21,14 +21,17 @@ from coolsd.checkpoint import (
 from coolsd.heads.eagle import EagleConfig, EagleHead
 
 
-def load_head(folder: str | Path, target: Any, verify: bool = False) -> EagleHead:
+def load_head(folder: str | Path, target: Any, verify: bool = False, compile: bool = False) -> EagleHead:
     """Load a draft head for `target`, to decode with: frozen, on its device and in its dtype.
 
     Raises ValueError where the head was trained on another target or its shapes do not fit. A converted head has no
     target fingerprint: shapes are checked, and one warning says so.
     """
     head = read_head(folder, target.ends(), target.fingerprint, verify)
-    return head.to(target.device, target.dtype).eval().requires_grad_(False).prepare()
+    head = head.to(target.device, target.dtype).eval().requires_grad_(False).prepare(pack=not compile)
+    if compile:
+        head.transformer.compile(dynamic=False)
+    return head
 
 
 def read_head(folder: str | Path, ends: Mapping[str, Tensor], target: str, verify: bool = False) -> EagleHead:

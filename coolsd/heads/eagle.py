@@ -108,17 +108,19 @@ class EagleHead(nn.Module):
             self._table = None  # it would not follow the weights
         return self
 
-    def prepare(self) -> EagleHead:
+    def prepare(self, pack: bool = True) -> EagleHead:
         """Fold the embedding half of fc into a table [V + 1, H], so that a draft step multiplies half as much.
 
-        For frozen weights: call it again after loading others.
+        For frozen weights: call it again after loading others. pack: copy them into a faster layout, too; a compiler
+        does that itself.
         """
         size = self.config.transformer.hidden_size
         with torch.no_grad():
             table = torch.cat([self.embedding, self.prefix_embedding[None]])
             self._table = torch.nn.functional.linear(table, self.fc.weight[:, :size], self.fc.bias)
             self._feature, self._output = product(self.fc.weight[:, size:].contiguous()), product(self.lm_head)
-            freeze(self)
+            if pack:
+                freeze(self)
         return self
 
     def shifted(self, context: Tensor) -> Tensor:

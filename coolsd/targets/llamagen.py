@@ -215,8 +215,6 @@ class LlamaGen(nn.Module):
         slots = self.config.prompt_slots
         mask = prompt.mask.flatten(0, 1)
         cache = self.transformer.new_cache(mask.shape[0], slots + self.image_tokens + tree_slots, mask)
-        if self.transformer._compiled_call_impl is not None:
-            cache.step = cache.slots
         flat, bias = cache.place(slots)
         hidden = self.transformer(self._prompt_embeddings(prompt), self.rope[None, :slots], bias, cache, flat)
         cache.keep(None, torch.full_like(cache.length, slots), slots)
