@@ -42,12 +42,11 @@ def steps(out: Path, sizes: Sizes) -> dict[str, list[str]]:
         ],
         f"fit: a draft head, {sizes.steps} steps on them": [
             "fit", "--config", f"{RECIPES / 'draft.yaml'}", "--out", f"{run}", "--data.init_args.cache", f"{features}",
-            "--model.init_args.captions", f"{sizes.prompts}", "--trainer.max_steps", f"{sizes.steps}",
+            "--model.init_args.captions", f"{sizes.fresh_prompts}", "--trainer.max_steps", f"{sizes.steps}",
             "--data.init_args.batch_size", "2", "--model.init_args.learning_rate", "4e-3",  # better in a few minutes
             "--trainer.val_check_interval", f"{min(250, sizes.steps)}",
             "--trainer.callbacks.init_args.every_n_train_steps", f"{min(250, sizes.steps)}",
         ],
-        "export: the head as a checkpoint folder": ["export", f"{run}", "--out", f"{out / 'draft'}"],
     }  # fmt: skip
 
 
@@ -68,7 +67,7 @@ def methods(sizes: Sizes, fresh: Path) -> list[Method]:
 def quickstart(
     out: Path = Path("runs/quickstart"), fast: bool = False, device: str = "auto", dtype: str = "auto", seed: int = 0
 ) -> None:
-    """Extract, fit, export and evaluate.
+    """Extract, fit and evaluate.
 
     Args:
         out: Folder for everything that is made.
@@ -88,7 +87,7 @@ def quickstart(
             raise ValueError(f"coolsd {arguments[0]} ended with exit code {done.returncode}; see its message above")
     announce(f"evaluate: {sizes.prompts} held-out captions", start)
     (out / JOURNAL).unlink(missing_ok=True)  # the fresh head may be another one than last time
-    evaluate(out, methods(sizes, out / "draft"), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
+    evaluate(out, methods(sizes, out / "fit" / "export" / "draft"), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
     announce(f"done; open {out / 'report.html'} (numbers: results.json, table.md)", start)
 
 

@@ -65,8 +65,13 @@ def grid_rope(prefix: int, height: int, width: int, head_dim: int, base: float =
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate interleaved pairs (x[2i], x[2i+1]) in float32: x [R, N, heads, D], rope [R or 1, N, D / 2, 2]."""
-    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * torch.view_as_complex(rope).unsqueeze(2)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # compilers fuse real numbers only, while without one fewer calls are faster
+        (a, b), (cosine, sine) = pairs.unbind(-1), rope.unsqueeze(2).unbind(-1)
+        turned = torch.stack([a * cosine - b * sine, a * sine + b * cosine], dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope).unsqueeze(2))
+    return turned.flatten(-2).to(x.dtype)
 
 
 def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
