@@ -87,7 +87,8 @@ def quickstart(
             raise ValueError(f"coolsd {arguments[0]} ended with exit code {done.returncode}; see its message above")
     announce(f"evaluate: {sizes.prompts} held-out captions", start)
     (out / JOURNAL).unlink(missing_ok=True)  # the fresh head may be another one than last time
-    evaluate(out, methods(sizes, out / "fit" / "export" / "draft"), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
+    fresh = out / "fit" / "export" / "draft"
+    evaluate(out, methods(sizes, fresh), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
     announce(f"done; open {out / 'report.html'} (numbers: results.json, table.md)", start)
 
 
