@@ -181,6 +181,10 @@ def calibrate(
         "runs": runs,
         "curves": draw_from(replay, families),
     }
+    if budget is not None:
+        value = runs[-1]["real"][budget.quantity]
+        off = None if value is None else value["mean"] - budget.limit
+        found["within_budget"] = None if off is None else bool(off >= 0 if budget.wants_length else off <= 0)
     if any(family.measure for family in families):
         lossless = run(*setup, Vanilla(), RECORDS, observe=False)[1]  # the same captions and rows for all
         for family, curve in zip(families, found["curves"], strict=True):
@@ -347,12 +351,24 @@ def show(found: dict[str, Any]) -> None:
                 ]
                 table.add_row(f"  {source}", *cells)
     Console().print(table)
+    drawn = [curve for curve in found["curves"] if curve["delta"]]
+    if drawn:
+        table = Table("delta", *(rich.markup.escape(curve["name"]) for curve in drawn), box=rich.box.SIMPLE_HEAD)
+        for index in range(0, len(CURVE), 4):
+            pairs = [f"{curve['accepted_length'][index]:.2f}, {curve['bias_per_token'][index]:.3f}" for curve in drawn]
+            table.add_row(f"{CURVE[index]:.2f}", *pairs)
+        Console().print(table)
+        print("replayed: accepted length, bias per token; all points and KL in calibration.json")
     print(f"{found['prompts']} captions, chain of {found['length']}; ±: 95% intervals")
     if found["answer"] is None:
         return
     answer = found["answer"]
     floor = "" if answer["floor"] is None else f" --floor {answer['floor']!r}"
     print(f"answer: --rule cool-sd --delta {answer['delta']!r} --nu {answer['nu']!r}{floor} --length {found['length']}")
+    if not found["within_budget"]:
+        quantity, limit = found["budget"]["quantity"], found["budget"]["limit"]
+        real = (found["runs"][-1]["real"][quantity] or {"mean": math.inf})["mean"]
+        print(f"its real {quantity} is {real:.4g}, outside the budget of {limit:g}; ask for a little more")
     if not found["runs"][-1]["agree"]:
         print(
             f"replayed and real numbers still differ after {RECORDS} runs; trust the real ones, or give more captions"

@@ -154,6 +154,8 @@ def evaluate(
         "captions": captions,
         "methods": [[c.name, c.about, c.prompts] for c in contenders],
     }
+    if (out / "results.json").exists() and not (out / JOURNAL).exists():
+        raise ValueError(f"{out / 'results.json'} is of a run that cannot be continued; choose another --out")
     journal = Journal(out / JOURNAL, same)
 
     def write() -> dict[str, Any]:
@@ -241,7 +243,12 @@ def measure(
         for contender in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]
         if first < contender.prompts
     ]
-    left = {contender.name for key, contender, *_ in work if key not in journal.pieces}
+
+    def done(key: str) -> bool:
+        pictures = [record["file"] for record in journal.pieces.get(key, []) if "file" in record]
+        return key in journal.pieces and all((out / name).is_file() for name in pictures)
+
+    left = {contender.name for key, contender, *_ in work if not done(key)}
     with progress_bar("evaluate", len(work) + len(left), "images measured") as bar:
         for contender in contenders:
             if contender.name in left:
@@ -249,7 +256,7 @@ def measure(
                 decode(model, contender, captions, batch, sampling, seed, 0, out)
                 bar.update(bar.task_ids[0], advance=1)
         for key, contender, repeat, first in work:
-            if key not in journal.pieces:
+            if not done(key):
                 batch = range(first, min(first + batch_size, contender.prompts))
                 journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, out))
             contender.images.extend(journal.pieces[key])

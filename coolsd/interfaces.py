@@ -194,13 +194,22 @@ class Drafter(Protocol):
         row has now (known to the host)."""
 
 
+class AcceptProbs(Protocol):
+    """The least a rule can be: A = draft * accept. It may have what `AcceptanceRule` may have.
+
+    Any: a recipe's class_path is held against these types, and a rule of one's own need not be annotated.
+    """
+
+    def accept_probs(self, target_probs: Any, draft_probs: Any, depth: Any) -> Any:
+        """Tensors [..., V], [..., V] and, 1-based, [..., 1] -> probability of accepting each token, [..., V]."""
+
+
 class AcceptanceRule(Protocol):
     """How much of the draft's mass to accept at one position: a function of two distributions (THEORY.md section 3).
 
     A rule may also have
     lossless = True                                                      the output follows the target exactly
     bind(target) -> rule                                                 called once by `generate`: fetch what it needs
-    accept_probs(target_probs, draft_probs, depth) -> [..., V]           instead of accepted_mass: A = draft * accept
     accepted_at(target_probs, draft_probs, relaxation, tokens) -> [..., K]   A at tokens long [..., K] alone
     resampling = "own", resample(target_probs [B, V], draft_probs [B, V], relaxation, token [B, 1]) -> [B, V]
         the distribution after `token` was rejected, where that is not the optimal one

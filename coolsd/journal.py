@@ -18,12 +18,18 @@ class Journal:
         """Raises ValueError where the file was begun with other settings, or is none of ours."""
         self.path = path
         self.pieces: dict[str, Any] = {}
+        try:
+            settings = json.loads(json.dumps(settings, allow_nan=False))  # as they come back
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"settings must be words and finite numbers, to be reported: {error}") from None
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
         try:
+            if lines and not whole and not json.dumps(settings).encode().startswith(lines[0]):
+                raise ValueError("not even the first line is ours")
             begun, *entries = [json.loads(line) for line in whole] or [settings]
             self.pieces = dict(entries)
-            differing = [name for name, value in settings.items() if begun.get(name) != json.loads(json.dumps(value))]
+            differing = [name for name, value in settings.items() if begun.get(name) != value]
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path} is no record of finished images; choose another folder, or delete it") from None
         if differing:

@@ -15,7 +15,7 @@ from coolsd.drafters.dynamic_tree import DynamicTree
 from coolsd.drafters.jacobi import Jacobi
 from coolsd.drafters.static_tree import StaticTree
 from coolsd.heads.eagle import EagleHead
-from coolsd.interfaces import AcceptanceRule
+from coolsd.interfaces import AcceptanceRule, AcceptProbs
 from coolsd.rules.grouped import Grouped
 from coolsd.rules.lantern import Lantern, LanternPP
 from coolsd.rules.relaxed import CoolSD, LinearSD, Uniform, Vanilla
@@ -39,7 +39,7 @@ DRAFTERS: dict[str, Callable[..., Any]] = {
 }
 LENGTHS = {"chain": "length", "sjd": "window", "scd": "window"}  # what --length is to those who have one
 
-Rule: TypeAlias = AcceptanceRule | str
+Rule: TypeAlias = AcceptanceRule | AcceptProbs | str
 # a class that still wants its head, a drafter that needs none, or a name above
 Drafting: TypeAlias = Callable[[EagleHead], HeadDrafter] | Jacobi | str
 
@@ -81,7 +81,10 @@ def make_drafter(drafter: Drafting, head: EagleHead | None, length: int | None =
 
 def describe_rule(rule: Any, depth: int) -> dict[str, Any]:
     """{"name", its numbers, "schedule": w of each depth, where it has one}, for JSON."""
-    numbers = dataclasses.asdict(rule) if dataclasses.is_dataclass(rule) and not isinstance(rule, type) else {}
+    is_dataclass = dataclasses.is_dataclass(rule) and not isinstance(rule, type)
+    plain = (str, int, float, bool, type(None))
+    held = {name: value for name, value in getattr(rule, "__dict__", {}).items() if isinstance(value, plain)}
+    numbers = dataclasses.asdict(rule) if is_dataclass else held
     schedule = {"schedule": rule.schedule(depth).tolist()} if hasattr(rule, "schedule") else {}
     name = next((name for name, known in RULES.items() if known is type(rule)), _path(rule))
     return {"name": name, **numbers, **schedule}
@@ -90,7 +93,9 @@ def describe_rule(rule: Any, depth: int) -> dict[str, Any]:
 def describe_drafter(drafter: Any, head: str) -> dict[str, Any]:
     """{"name", "depth", "nodes", its other settings, "head": which head it drafts with, or None}, for JSON."""
     names = {Chain: "chain", StaticTree: "static-tree", DynamicTree: "dynamic-tree", Jacobi: "jacobi"}
-    settings = {name: getattr(drafter, name) for name in ("branch", "init", "coupling") if hasattr(drafter, name)}
+    settings = {
+        name: getattr(drafter, name) for name in ("shape", "branch", "init", "coupling") if hasattr(drafter, name)
+    }
     found = {"name": names.get(type(drafter)) or _path(drafter), "depth": drafter.depth, "nodes": drafter.nodes}
     return {**found, **settings, "head": None if isinstance(drafter, Jacobi) else head}
 

@@ -86,7 +86,8 @@ def quickstart(
         if done.returncode:
             raise ValueError(f"coolsd {arguments[0]} ended with exit code {done.returncode}; see its message above")
     announce(f"evaluate: {sizes.prompts} held-out captions", start)
-    (out / JOURNAL).unlink(missing_ok=True)  # the fresh head may be another one than last time
+    for name in (JOURNAL, "results.json"):  # the fresh head may be another one than last time
+        (out / name).unlink(missing_ok=True)
     fresh = out / "fit" / "export" / "draft"
     evaluate(out, methods(sizes, fresh), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
     announce(f"done; open {out / 'report.html'} (numbers: results.json, table.md)", start)

@@ -83,7 +83,10 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = probs.cumsum(-1)
     threshold = (uniforms * cumulative[..., -1]).unsqueeze(-1)
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+    token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+    if probs.is_cuda:  # a parallel sum may rise where there is no mass
+        token = torch.where(probs.gather(-1, token[..., None]).squeeze(-1) > 0, token, probs.argmax(-1))
+    return token
 
 
 def mix(x: Tensor) -> Tensor:

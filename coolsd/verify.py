@@ -101,9 +101,10 @@ def _verify_chain(
             bias = kl = torch.zeros(executed.shape, device=executed.device)
         else:
             assert accepted is not None
-            bias = bias_of_test(tested, accepted) * executed
-            if distance is None:
-                kl = torch.where(executed, kl_of_test(tested, accepted), 0.0)
+            relaxed_by = bias_of_test(tested, accepted)
+            bias = relaxed_by * executed
+            if distance is None:  # where A <= p the test's law is p, whatever rounding says
+                kl = torch.where(executed & (relaxed_by > 0), kl_of_test(tested, accepted), 0.0)
             else:  # G depends on the rejected token: charged where it was rejected, no KL certificate
                 bias = bias.scatter_add(1, last[:, None], distance[:, None] * rejected)
     return Verification(tokens, path, count + 1, bias, kl)
@@ -171,5 +172,5 @@ def _verify_tree(
     final = draw(target, uniforms[:, -1])
     tokens = torch.cat([tree.tokens.gather(1, path[:, 1:]), final[:, None]], dim=1)
     tokens = tokens.scatter(1, emitted[:, None] - 1, final[:, None])
-    kl = torch.zeros_like(bias) if certificates and getattr(rule, "lossless", False) and tree.is_chain else None
+    kl = torch.zeros_like(bias) if certificates and getattr(rule, "lossless", False) else None
     return Verification(tokens, path, emitted, bias if certificates else None, kl)

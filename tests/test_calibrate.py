@@ -271,6 +271,10 @@ def test_the_command_answers_and_shows_what_it_is_worth(command, tmp_path, capsy
         for source in ("replayed", "replayed_before", "real"):
             low, high = last[source][name]["ci95"]
             assert low < last[source][name]["mean"] < high
+    real = last["real"]["bias_per_token"]["mean"]
+    assert found["within_budget"] == (real <= 0.03) == ("outside the budget" not in said)
+    points = [curve["accepted_length"][16] for curve in found["curves"]]  # delta 1
+    assert "replayed: accepted length, bias per token" in said and all(f"{point:.2f}, " in said for point in points)
     assert len(last["rule"]["schedule"]) == 3 and min(last["rule"]["schedule"]) >= 1
     assert [curve["name"] for curve in found["curves"]] == [curve.name for curve in calibrate.CURVES]
     assert all(len(curve["accepted_length"]) == len(curve["delta"]) > 30 for curve in found["curves"])

@@ -150,11 +150,49 @@ def test_a_folder_of_other_settings_or_files_is_left_alone(run, command, tmp_pat
     assert cli.main(["evaluate", *command, "--out", str(folder), "--seed", "1", "--repeats", "1"]) == 2
     assert "begun with another repeats and seed; choose another folder" in capfd.readouterr().err
     assert (folder / evaluate.JOURNAL).read_bytes() == before
-    for content in (b"{}\n[]\n", b"[1]\n", b"\xff\n", b"{}\n" + b"[" * 100_000 + b"\n"):
+    for content in (
+        b"precious notes without an end",
+        b"{}\n[]\n",
+        b"[1]\n",
+        b"\xff\n",
+        b"{}\n" + b"[" * 100_000 + b"\n",
+    ):
         (tmp_path / evaluate.JOURNAL).write_bytes(content)
         assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 2
         assert "no record of finished images" in capfd.readouterr().err
         assert (tmp_path / evaluate.JOURNAL).read_bytes() == content
+    (tmp_path / evaluate.JOURNAL).rename(tmp_path / "results.json")
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 2
+    assert "cannot be continued" in capfd.readouterr().err and (tmp_path / "results.json").read_bytes() == content
+
+
+def test_a_picture_that_was_deleted_is_drawn_again(run, command, monkeypatch):
+    folder, found = run
+    calls, real = [], evaluate.generate
+    monkeypatch.setattr(evaluate, "generate", lambda *args, **kwargs: calls.append(args) or real(*args, **kwargs))
+    (folder / found["rows"][1]["per_image"]["file"][2]).unlink()
+    assert cli.main(["evaluate", *command, "--out", str(folder)]) == 0 and len(calls) == 2  # warm up, draw
+    assert json.loads((folder / "results.json").read_text())["rows"][1]["images"] == 8
+
+
+def test_a_rule_of_ones_own_is_a_class_path(command, tmp_path, monkeypatch):
+    (tmp_path / "my_rules.py").write_text("""
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Squared:
+    weights: tuple[float, ...] = (1.0, 0.5)
+
+    def accept_probs(self, target_probs, draft_probs, depth):
+        return (target_probs / draft_probs).clamp(max=1).sqrt()
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("methods: [{name: own, rule: {class_path: my_rules.Squared}}]")
+    for _ in range(2):  # the second time it goes on, from settings that came back as lists
+        assert cli.main(["evaluate", *command[2:], "--config", str(recipe), "--out", str(tmp_path / "out")]) == 0
+    row = json.loads((tmp_path / "out" / "results.json").read_text())["rows"][1]
+    assert row["rule"]["name"] == "my_rules.Squared" and row["bias_per_token"]["mean"] > 0
 
 
 def test_check_decodes_and_writes_nothing(command, tmp_path, monkeypatch):

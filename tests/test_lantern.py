@@ -76,6 +76,7 @@ def test_acceptance_and_own_residual_are_those_of_the_public_code(case):
 
 @pytest.mark.parametrize("case", TREES["cases"], ids=lambda case: case["name"])
 def test_a_whole_tree_is_decided_as_by_the_public_code(case):
+    """The sampled ten of the twelve golden trees: greedy decoding has no acceptance rule here."""
     choices = [[], *TREES["trees"][case["tree"]]["choices"]]
     parent = (-1, *(choices.index(choice[:-1]) for choice in choices[1:]))
     children = {node: [c for c, above in enumerate(parent) if above == node] for node in range(len(parent))}

@@ -117,6 +117,8 @@ def test_only_vanilla_calls_itself_lossless():
         (lambda: CoolSD(floor=-1.0), "floor is -1.0, but must be None or a number >= 0"),
         (lambda: CoolSD(floor=math.nan), "floor is nan"),
         (lambda: CoolSD(length=0), "length is 0, but must be None or an integer >= 1"),
+        (lambda: CoolSD(length=math.inf), "length is inf, but must be None or an integer >= 1"),
+        (lambda: CoolSD(delta=1e39), "delta is 1e+39, but must be a number > 0 and <= 1e+06".replace("+", r"\+")),
         (lambda: LinearSD(delta=-2.0), "LinearSD delta is -2.0, but must be a number > 0"),
         (lambda: LinearSD(delta=math.nan), "LinearSD delta is nan"),
         (lambda: LinearSD(floor=-1.0), "LinearSD floor is -1.0, but must be None or a number >= 0"),
@@ -220,6 +222,53 @@ def test_acceptance_is_a_probability_and_no_less_than_nothing(rule, bind, rng, d
         again = rule.resample(target[:, 0], draft[:, 0], torch.ones(1), token)
         torch.testing.assert_close(again.sum(-1), torch.ones(500))
         assert bool((again >= 0).all()) and bool((again[target[:, 0] == 0] == 0).all())
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_optimal_resampling_beats_a_thousand_others(rule, bind, rng, distributions):
+    """Theorem 2: D(G*) <= D(G); Proposition 1: where nothing is tightened, G* is the vanilla residual."""
+    rule = bind(rule)
+    p, q, others = (distributions(rng, n, CODES, sharpness=2.0) for n in (40, 40, 1000))
+    others = torch.cat([others, torch.eye(CODES)])[:, None]
+    mass = accepted_mass(rule, p, q, rule.schedule(1), torch.ones(1))
+    rejected = q.sum(-1, keepdim=True) - mass.sum(-1, keepdim=True)
+    best = 0.5 * (mass + rejected * residual(p, mass) - p).abs().sum(-1)
+    torch.testing.assert_close(best, bias_of_test(p, mass), rtol=0, atol=1e-6)
+    for some in others.split(100):
+        assert bool((0.5 * (mass + rejected * some - p).abs().sum(-1) >= best - 1e-6).all())
+    tightened = (mass < torch.minimum(p, q) - 1e-7).any(-1)
+    kept = ~tightened & (rejected[:, 0] > 1e-3)
+    assert bool(kept.any()) or rule == Uniform(0.8) or float(rejected.max()) < 1e-3  # all tightened, none rejected
+    torch.testing.assert_close(residual(p, mass)[kept], residual(p, q)[kept], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_expected_length_and_kl_of_a_block(rule, bind, rng, distributions):
+    """E[length] = 1 + sum over depths of the mass that passes; KL certificate >= KL of the block, 0 where lossless."""
+    rows, rule = 40_000, bind(rule)
+    target, draft = ([distributions(rng, *[CODES] * i, CODES) for i in range(n)] for n in (3, 2))
+    first = draw(draft[0].expand(rows, -1), torch.rand(rows, generator=rng))
+    second = draw(draft[1][first], torch.rand(rows, generator=rng))
+    laws = torch.stack([draft[0].expand(rows, -1), draft[1][first]], 1)
+    tree = DraftTree(torch.stack([first, first, second], 1), trees.chain(2), laws)
+    p = torch.stack([target[0].expand(rows, -1), target[1][first], target[2][first, second]], 1)
+    decision = verify(tree, p, rule, rule.schedule(2), torch.rand(rows, 3, generator=rng))
+    w = rule.schedule(2)
+    one = accepted_mass(rule, target[0], draft[0], w[:1], torch.ones(1))
+    two = accepted_mass(rule, target[1], draft[1], w[1:], torch.full((1,), 2))
+    emitted, expected = decision.emitted.double(), 1 + float(one.sum()) + float(one @ two.sum(-1))
+    assert abs(float(emitted.mean()) - expected) < 4 * float(emitted.std()) / rows**0.5 + 1e-5
+    if own_resampling(rule):
+        assert decision.kl is None
+        return
+    law = law_of_block(rule, target, draft)[0]
+    exact = float(torch.special.xlogy(law, law / joint_law(target)).sum())
+    charged = decision.kl.double().sum(1)
+    assert exact <= float(charged.mean()) + 4 * float(charged.std()) / rows**0.5 + 1e-6
+    if rule in (Vanilla(), Uniform(0.8)):
+        assert exact < 1e-6 and not decision.kl.any() and not decision.bias.any()
+    else:
+        assert exact > 1e-4
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=str)

@@ -10,6 +10,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from coolsd.drafters.chain import Chain
 from coolsd.drafters.dynamic_tree import DynamicTree
 from coolsd.drafters.static_tree import StaticTree
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
+from coolsd.rules.grouped import Grouped
+from coolsd.rules.lantern import Lantern, LanternPP
 from coolsd.rules.relaxed import CoolSD, Vanilla
 from coolsd.sampling import Sampling
 from coolsd.verify import verify
@@ -560,3 +563,31 @@ def test_verify_compiles_whole(kind, backend, rng, distributions):
     for name in ("tokens", "path", "emitted"):
         assert torch.equal(getattr(eager, name), getattr(compiled, name))
     torch.testing.assert_close(compiled.bias, eager.bias, rtol=0, atol=1e-6)
+
+
+class Squared:
+    def accept_probs(self, target_probs, draft_probs, depth):
+        return (target_probs / draft_probs).clamp(max=1).sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize(("shape", "certificates"), [("chain", False), ("fork", True)])
+@pytest.mark.parametrize(
+    "rule", [Lantern(2, 0.3), LanternPP(2, 2.5, "own"), Grouped(2, 0.4, 9.0, "own"), Squared()], ids=str
+)
+def test_verify_compiles_whole_with_every_kind_of_rule(rule, shape, certificates, rng, distributions):
+    codes = torch.randn(6, 2, generator=rng)
+    target = SimpleNamespace(codebook=lambda: codes, device=CPU, folder=None, ends=lambda: {"embedding": codes})
+    rule = rule.bind(target) if hasattr(rule, "bind") else rule
+    parent = trees.chain(2) if shape == "chain" else FORK
+    q, p = distributions(rng, 4, 2, 6), distributions(rng, 4, len(parent), 6)
+    tokens = torch.randint(6, (4, len(parent)), generator=rng)
+    present = None if shape == "chain" else torch.rand(4, len(parent), generator=rng) < 0.8
+    tree = DraftTree(tokens, parent, q, present=present)
+    arguments = (tree, p, rule, torch.ones(2), torch.rand(4, len(parent), generator=rng), certificates)
+    eager = verify(*arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(verify, fullgraph=True, dynamic=False, backend="aot_eager")(*arguments)
+    for name in ("tokens", "path", "emitted"):
+        assert torch.equal(getattr(eager, name), getattr(compiled, name))
+    assert (compiled.bias is None) == (not certificates)

@@ -110,6 +110,7 @@ class StaticTree(HeadDrafter):
     """
 
     def __init__(self, head: EagleHead, shape: str | Sequence[Sequence[int]] = "eagle-25") -> None:
+        self.shape = shape if isinstance(shape, str) else [list(path) for path in shape]
         self.parent = parents(shape)
         self.levels = levels(self.parent)
         slots = sum(drawn[-1][0] + 1 for level in self.levels for drawn in level.draws)

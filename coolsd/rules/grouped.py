@@ -47,7 +47,7 @@ class Grouped:
 
     def bind(self, target: Any) -> Grouped:
         """This rule on the input embedding of `target`: which pairs of tokens are close, bool [V, V] in memory."""
-        embedding = target.ends()["embedding"].detach()
+        embedding = target.ends()["embedding"]
         bound = copy.copy(self)
         key = (digest(embedding), self.max_distance, embedding.device)
         object.__setattr__(bound, "close", keep(key, lambda: close_pairs(embedding, self.max_distance)))
@@ -84,6 +84,6 @@ class Grouped:
 
 def close_pairs(embedding: Tensor, max_distance: float) -> Tensor:
     """embedding [V, H] -> bool [V, V], whose squared distance is below max_distance."""
-    rows = embedding.float()
+    rows = embedding.detach().double()  # the expanded square loses half of the digits
     parts = rows.split(max(1, CHUNK // len(rows)))
     return torch.cat([torch.cdist(part, rows).square() < max_distance for part in parts])

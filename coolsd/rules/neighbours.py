@@ -16,11 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coolsd.checkpoint import write_whole
 
 CHUNK = 1 << 22  # numbers in the largest temporary tensor
 _KEPT: dict[tuple[Any, ...], Tensor] = {}
+_DIGESTS = WeakTensorKeyDictionary()  # tensor -> (its version, its digest)
 
 
 def keep(key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
@@ -34,9 +36,16 @@ def keep(key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
 
 
 def digest(table: Tensor) -> str:
-    """12 hexadecimal digits that name the numbers and the shape of a tensor."""
+    """12 hexadecimal digits that name the numbers and the shape of a tensor; computed once, while it stays as it is."""
+    version = None if table.is_inference() else table._version
+    known = _DIGESTS.get(table) if version is not None else None
+    if known is not None and known[0] == version:
+        return known[1]
     numbers = table.detach().float().cpu().contiguous().numpy().tobytes()
-    return hashlib.sha256(f"{list(table.shape)}".encode() + numbers).hexdigest()[:12]
+    found = hashlib.sha256(f"{list(table.shape)}".encode() + numbers).hexdigest()[:12]
+    if version is not None:
+        _DIGESTS[table] = version, found
+    return found
 
 
 def nearest(codebook: Tensor, count: int) -> Tensor:

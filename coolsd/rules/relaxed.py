@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LARGEST = 1e6  # delta; float32 ends at 3e38, and schedules multiply it
+
 
 class _Relaxed:
     lossless = False
@@ -25,6 +27,10 @@ def check(name: str, value: float, fine: bool, limit: str) -> None:
     """ValueError that names the value and its limit, unless it is finite and fine."""
     if not (math.isfinite(value) and fine):
         raise ValueError(f"{name} is {value}, but must be {limit}")
+
+
+def check_delta(rule: str, delta: float, meaning: str) -> None:
+    check(f"{rule} delta", delta, 0 < delta <= LARGEST, f"a number > 0 and <= {LARGEST:g} ({meaning})")
 
 
 def check_resampling(rule: Any) -> None:
@@ -49,7 +55,7 @@ class Uniform(_Relaxed):
     delta: float = 1.1
 
     def __post_init__(self) -> None:
-        check("Uniform delta", self.delta, self.delta > 0, "a number > 0 (1 = lossless, larger = faster)")
+        check_delta("Uniform", self.delta, "1 = lossless, larger = faster")
 
     def schedule(self, length: int) -> Tensor:
         return torch.full((length,), float(self.delta))
@@ -69,9 +75,7 @@ class CoolSD(_Relaxed):
     length: int | None = None
 
     def __post_init__(self) -> None:
-        check(
-            "CoolSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation; the paper uses 1.1 and 2)"
-        )
+        check_delta("CoolSD", self.delta, "the mean relaxation; the paper uses 1.1 and 2")
         check("CoolSD nu", self.nu, self.nu >= 0, "a number >= 0 (0 = uniform; the paper uses 0.7)")
         if self.floor is not None:
             check("CoolSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
@@ -79,7 +83,7 @@ class CoolSD(_Relaxed):
             check(
                 "CoolSD length",
                 self.length,
-                self.length >= 1 and int(self.length) == self.length,
+                isinstance(self.length, int) and self.length >= 1,
                 "None or an integer >= 1",
             )
 
@@ -101,7 +105,7 @@ class LinearSD(_Relaxed):
     floor: float | None = None
 
     def __post_init__(self) -> None:
-        check("LinearSD delta", self.delta, self.delta > 0, "a number > 0 (the mean relaxation)")
+        check_delta("LinearSD", self.delta, "the mean relaxation")
         if self.floor is not None:
             check("LinearSD floor", self.floor, self.floor >= 0, "None or a number >= 0 (1.0 = never below vanilla)")
 
