@@ -6,12 +6,16 @@ interrupted run goes on where it stopped: what was measured stands in measured.j
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from coolsd import report, results
 from coolsd.checkpoint import write_json
@@ -33,6 +37,7 @@ from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make
 from coolsd.sampling import Sampling
 
 JOURNAL = "measured.jsonl"  # in the folder of a run: what it has measured
+WARM_UP_ROUNDS = 12
 
 
 @dataclass(frozen=True)
@@ -234,8 +239,8 @@ def measure(
     batch_size: int, out: Path, journal: Journal,
 ) -> None:  # fmt: skip
     """Fill each contender's images. Every batch of prompts is decoded by all of them, one after another, in an order
-    that turns from batch to batch, so that drift of the machine hits all alike; the first batch is decoded once more
-    beforehand, unmeasured, to warm up. What the journal has is not decoded again."""
+    that turns from batch to batch, so that drift of the machine hits all alike; beforehand each starts on the first
+    batch, unmeasured, to warm up. What the journal has is not decoded again."""
     starts = [(repeat, first) for repeat in range(repeats) for first in range(0, len(captions), batch_size)]
     work = [
         (f"{contender.name} {repeat} {first}", contender, repeat, first)
@@ -252,8 +257,8 @@ def measure(
     with progress_bar("evaluate", len(work) + len(left), "images measured") as bar:
         for contender in contenders:
             if contender.name in left:
-                batch = range(min(batch_size, contender.prompts))
-                decode(model, contender, captions, batch, sampling, seed, 0, out)
+                words = captions[: min(batch_size, contender.prompts)]
+                warm_up(model, words, contender.drafter, contender.rule, sampling)
                 bar.update(bar.task_ids[0], advance=1)
         for key, contender, repeat, first in work:
             if not done(key):
@@ -261,6 +266,24 @@ def measure(
                 journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, out))
             contender.images.extend(journal.pieces[key])
             bar.update(bar.task_ids[0], advance=1, rate=str(sum(len(c.images) for c in contenders)))
+
+
+class _WarmedUp(Exception):
+    pass
+
+
+def warm_up(model: Any, captions: Sequence[str], drafter: Any, rule: Any, sampling: Sampling) -> None:
+    """The first rounds of an image, in which all shapes of a method occur, and the decoding of its pixels."""
+    rounds = itertools.count(1)
+
+    def stop(_: Any) -> None:
+        if next(rounds) == WARM_UP_ROUNDS:
+            raise _WarmedUp
+
+    with contextlib.suppress(_WarmedUp):
+        generate(model, captions, drafter, rule, sampling, observer=stop)
+    if drafter is None:
+        model.decode_images(torch.zeros(len(captions), model.image_tokens, dtype=torch.long, device=model.device))
 
 
 def decode(
