@@ -21,7 +21,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from coolsd.heads.checkpoint import save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
-from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
+from coolsd.targets.captions import WordEncoder
+from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
 PARITY = Path(__file__).parent / "parity"
