@@ -36,7 +36,6 @@ from coolsd.transformer import TransformerConfig
 Names = Mapping[str, Sequence[str]]  # our name -> their names, whose tensors ours holds one below the other
 Format = Literal["llamagen", "lantern-llamagen", "lantern-drafter", "eagle"]
 HEADS = {(768, 12): 12, (1024, 16): 16, (1280, 36): 20, (1536, 48): 24, (3200, 24): 32}  # B, L, XL, XXL, 3B
-GRIDS = {256: (16, 16), 384: (24, 24), 512: (32, 32)}  # pixels -> tokens, by an image tokenizer that divides by 16
 DRAFTER_GRIDS = {"t2i": (16, 16), "t2i2": (32, 32), "c2i": (24, 24)}  # LANTERN's input_type -> what its code builds
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -243,9 +242,10 @@ def from_llamagen(tensors: dict[str, Tensor], source: Path, image_size: int | No
             f"{source} does not say how large its images are; give --image_size: 256 for stage 1 and the c2i models "
             "of 256, 384, or 512 for stage 2"
         )
-    if image_size not in GRIDS:
-        raise ValueError(f"image_size is {image_size}, but LlamaGen's images have {', '.join(map(str, GRIDS))} pixels")
-    return llamagen_target(found, transformer_config(found, heads, heads, 1e-5, source), GRIDS[image_size])
+    if image_size < 16 or image_size % 16:
+        raise ValueError(f"image_size is {image_size}, but must be a multiple of 16, the pixels of a token")
+    side = image_size // 16
+    return llamagen_target(found, transformer_config(found, heads, heads, 1e-5, source), (side, side))
 
 
 def from_lantern(tensors: dict[str, Tensor], config: dict[str, Any], source: Path) -> Converted:
@@ -343,7 +343,7 @@ def export(folder: Path, to: Format, target: Path | None) -> tuple[dict[str, Any
         if config.get("architecture") != "llamagen" or config.get("words") or config.get("sketch_rank"):
             raise ValueError(f"{folder} is no published LlamaGen, so it cannot become {to}")
         own = LlamaGenConfig.from_json(config)
-        shape, kind = own.transformer, "c2i" if own.classes else "t2i" if own.grid == (16, 16) else "t2i2"
+        shape, kind = own.transformer, "c2i" if own.classes else "t2i2" if own.grid == (32, 32) else "t2i"
         theirs = to_theirs(tensors, names, shape)
         about = {
             "input_type": kind, "vocab_size": own.codebook_size, "block_size": own.grid[0] * own.grid[1],

@@ -226,7 +226,8 @@ def clean(caption: str) -> str:
         text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
         return _replace(text, _AFTER_REPAIR).strip()
 
-    return once(once(caption[:LONGEST].replace("\0", " ")))
+    whole = caption[:LONGEST].replace("\0", " ").encode(errors="replace").decode()
+    return once(once(whole))
 
 
 def _replace(text: str, rules: Sequence[tuple[str, str]]) -> str:
