@@ -301,7 +301,7 @@ def test_t5_features_are_those_of_a_padded_batch_moved_to_the_left(text_encoder,
 
 def test_any_caption_is_encoded_or_refused_in_a_sentence(text_encoder):
     encoder = T5Encoder(str(text_encoder), dtype=torch.float32)
-    for caption in ("x" * 10_000, "a " * 20_000, "😀", "قطة", "red\x00apple", "\ud800 a", "((((" * 3000 + "cat"):
+    for caption in ("x" * 10_000, "a " * 20_000, "😀", "قطة", "red\x00apple", "\ud800 a", "((((" * 2000 + "cat"):
         features, mask = encoder([caption], 6)
         assert bool(features.isfinite().all()) and 1 <= int(mask.sum()) <= 6
     for caption in ("", "   ", "\x00", "https://example.com", "漢字"):
