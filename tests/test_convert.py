@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import coolsd
+from coolsd.checkpoint import save_checkpoint
 from coolsd.cli import main
 from coolsd.heads.checkpoint import read_head
 from coolsd.image_tokenizers import load_image_tokenizer
 from coolsd.interfaces import DraftTree
 from coolsd.sampling import Sampling
+from coolsd.targets.captions import T5Encoder
 
 PARITY = Path(__file__).parent / "parity"
 
@@ -230,3 +233,19 @@ def test_what_a_file_does_not_say_is_asked_for(more, said, sources, tmp_path, ca
     (tmp_path / "out").mkdir()
     assert main(["convert", str(sources / "t2i.pt"), "--out", str(tmp_path / "out"), *more]) == 2
     assert "is there already" in capfd.readouterr().err
+
+
+def test_captions_are_encoded_once_for_decoding_without_t5(converted, text_encoder, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "target"
+    shutil.copytree(converted / "t2i", folder)
+    config = json.loads((folder / "config.json").read_text())
+    save_checkpoint(folder, {**config, "text_encoder": str(text_encoder)}, load_file(folder / "model.safetensors"))
+    (tmp_path / "prompts.txt").write_text("a red apple\ncat\n")
+    assert main(["captions", "--target", str(folder), "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    assert len(list((folder / "captions").iterdir())) == 2
+    monkeypatch.setattr(T5Encoder, "_load", lambda self: pytest.fail("its features were kept"))
+    target = coolsd.load_target(folder, "cpu", "float32")
+    result = coolsd.generate(target, ["cat", "a red apple"], decode_images=False)
+    assert result.tokens.shape == (2, 16)
+    assert main(["captions", "--target", "emoji/target", "--prompts", str(tmp_path / "prompts.txt")]) == 2
+    assert "not prompted through T5" in capfd.readouterr().err

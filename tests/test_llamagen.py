@@ -6,12 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 import coolsd
 from coolsd.interfaces import DraftTree, Prompt
@@ -260,23 +256,6 @@ def test_a_saved_target_loads_and_says_the_same(toy_copy, tmp_path, rng):
 )
 def test_captions_are_cleaned_as_by_llamagen(caption, cleaned):
     assert clean(caption) == cleaned
-
-
-@pytest.fixture(scope="module")
-def text_encoder(tmp_path_factory):
-    """Folder of a random T5 with a word tokenizer, as transformers saves them."""
-    folder = tmp_path_factory.mktemp("t5")
-    words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "apple", "cat"])}
-    tokenizer = Tokenizer(WordLevel(words, "<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    T5EncoderModel(T5Config(vocab_size=7, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3)).save_pretrained(
-        folder
-    )
-    return folder
 
 
 def test_t5_features_are_those_of_a_padded_batch_moved_to_the_left(text_encoder, tmp_path, monkeypatch):
