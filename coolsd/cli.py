@@ -31,6 +31,8 @@ COMMANDS = {  # name: (module:function, what it does)
     "evaluate": ("coolsd.evaluate:main", "prompts -> images -> accepted length, latency, bias -> results.json, report"),
     "report": ("coolsd.report:main", "results.json -> report.html and table.md"),
     "calibrate": ("coolsd.calibrate:main", "the Cool-SD setting for a budget of bias, KL or accepted length"),
+    "captions": ("coolsd.encode_captions:main", "T5 features of captions, made once for a LlamaGen target"),
+    "convert": ("coolsd.convert:main", "LlamaGen's, LANTERN's and EAGLE's checkpoints -> our folders, and back"),
     "bench": ("coolsd.bench:main", "milliseconds of each part of a decoding step"),
     "cache": ("data.features:main", "info and verify: look into a feature cache, check its bytes"),
 }

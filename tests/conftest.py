@@ -17,11 +17,13 @@ from scipy import stats
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from coolsd.heads.checkpoint import save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
-from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
+from coolsd.targets.captions import WordEncoder
+from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
 PARITY = Path(__file__).parent / "parity"
@@ -180,3 +182,22 @@ def official_drafter():
     head = EagleHead(config, weights["embed_tokens.weight"], given["head"], rope)
     head.load_state_dict(_from_official(weights))
     return head.eval().requires_grad_(False), given, out, facts
+
+
+@pytest.fixture(scope="session")
+def text_encoder(tmp_path_factory):
+    """Folder of a random T5 with a word tokenizer, as transformers saves them."""
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel  # takes a second
+
+    folder = tmp_path_factory.mktemp("t5")
+    words = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "apple", "cat"])}
+    tokenizer = Tokenizer(WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    T5EncoderModel(T5Config(vocab_size=7, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3)).save_pretrained(
+        folder
+    )
+    return folder

@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 import coolsd
 from coolsd.interfaces import DraftTree, Prompt
 from coolsd.sampling import Sampling
+from coolsd.targets.captions import ClassLabels, T5Encoder, clean
 from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 from coolsd.tree import ancestors, chain
@@ -230,3 +232,79 @@ def test_a_saved_target_loads_and_says_the_same(toy_copy, tmp_path, rng):
     tokens = torch.randint(5, (3, 9), generator=rng)
     one, two = (model.forced(model.encode(CAPTIONS, True), tokens).logits for model in (target, loaded))
     assert torch.equal(one, two)
+
+
+# ------------------------------------------------------------------------------------- what prompts a LlamaGen
+
+
+@pytest.mark.parametrize(
+    ("caption", "cleaned"),
+    [
+        ("A Photo of  a CAT ", "a photo of a cat"),
+        ("see https://example.com/a?b and www.test.org/x for more", "see ?b and for more"),
+        ("<b>bold</b> &amp; <person> at 127.0.0.1", "bold person at"),
+        ("a dog 猫 und ein vogel", "a dog und ein vogel"),
+        ("this-is-my-cute-cat", "this is my cute cat"),
+        ("two-tone car", "two-tone car"),
+        ("“curly” quotes", '"curly" quotes'),
+        ("free shipping of IMG_1234.jpg on page 12 #12345", "of on"),
+        ("red,green", "red, green"),
+        ("a\x00b", "a b"),
+        ("😀 a smile", "😀 a smile"),
+        ("قطة على سجادة", "قطة على سجادة"),
+    ],
+)
+def test_captions_are_cleaned_as_by_llamagen(caption, cleaned):
+    assert clean(caption) == cleaned
+
+
+def test_t5_features_are_those_of_a_padded_batch_moved_to_the_left(text_encoder, tmp_path, monkeypatch):
+    encoder = T5Encoder(str(text_encoder), tmp_path / "kept", dtype=torch.float32)
+    captions, slots = ["A red apple", "cat", "a " * 400], 6
+    features, mask = encoder(captions, slots)
+    fast, model = PreTrainedTokenizerFast.from_pretrained(text_encoder), T5EncoderModel.from_pretrained(text_encoder)
+    texts = [clean(caption) for caption in captions]
+    batch = fast(texts, max_length=slots, padding="max_length", truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    held = batch["attention_mask"].bool()
+    for row in range(3):
+        count = int(held[row].sum())
+        assert mask[row].tolist() == [False] * (slots - count) + [True] * count
+        torch.testing.assert_close(features[row, slots - count :], hidden[row, :count], rtol=0, atol=1e-5)
+        assert not features[row, : slots - count].any()
+    monkeypatch.setattr(T5Encoder, "_load", lambda self: pytest.fail("its features were kept"))
+    again = T5Encoder(str(text_encoder), tmp_path / "kept", dtype=torch.float32)(captions[::-1], slots)
+    assert torch.equal(again[0].flip(0), features) and torch.equal(again[1].flip(0), mask)
+
+
+def test_any_caption_is_encoded_or_refused_in_a_sentence(text_encoder):
+    encoder = T5Encoder(str(text_encoder), dtype=torch.float32)
+    for caption in ("x" * 10_000, "a " * 20_000, "😀", "قطة", "red\x00apple", "\ud800 a", "((((" * 2000 + "cat"):
+        features, mask = encoder([caption], 6)
+        assert bool(features.isfinite().all()) and 1 <= int(mask.sum()) <= 6
+    for caption in ("", "   ", "\x00", "https://example.com", "漢字"):
+        with pytest.raises(ValueError, match=r"caption 1 .* has no words"):
+            encoder(["cat", caption], 6)
+    with pytest.raises(FileNotFoundError, match=r"could not be loaded.*coolsd captions"):
+        T5Encoder(str(text_encoder / "nowhere"))(["cat"], 6)
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_a_class_prompts_as_a_caption_of_one_slot(guidance, rng):
+    config = LlamaGenConfig(TransformerConfig(32, 2, 2, 48), 5, (3, 3), 1, classes=10)
+    torch.manual_seed(0)
+    target = LlamaGen(config, ClassLabels(10)).eval().requires_grad_(False)
+    prompt, tokens = target.encode(["7", "0"], guidance), torch.randint(5, (2, 9), generator=rng)
+    forced = target.forced(prompt, tokens)
+    embedding = target.class_embedding.weight
+    torch.testing.assert_close(prompt.inputs["features"][:, 0, 0], embedding[[7, 0]])
+    if guidance:
+        torch.testing.assert_close(prompt.inputs["features"][:, 1, 0], embedding[[10, 10]])
+    output, cache = target.prefill(prompt, 9)
+    torch.testing.assert_close(output.logits[:, :, 0], forced.logits[:, :, 0], rtol=0, atol=1e-4)
+    output = target.score(DraftTree(tokens, chain(8), torch.empty(2, 0, 5)), prompt, cache)
+    torch.testing.assert_close(output.logits[:, :, :-1], forced.logits[:, :, 1:], rtol=0, atol=1e-4)
+    for caption in ("10", "-1", "cat", "", "7.0"):
+        with pytest.raises(ValueError, match="give a number from 0 to 9"):
+            target.encode([caption], guidance)

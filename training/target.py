@@ -24,7 +24,8 @@ from coolsd.image_tokenizers import load_image_tokenizer
 from coolsd.interfaces import Prompt, Round
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
-from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig, WordEncoder
+from coolsd.targets.captions import WordEncoder
+from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 from data.emoji.dataset import EmojiImages, items
 from training.muon import MuonAdamW

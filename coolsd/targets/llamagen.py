@@ -10,7 +10,6 @@ Knows the transformer, its caption encoders and its image tokenizer; knows no dr
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from coolsd import tree as trees
 from coolsd.checkpoint import load_strictly, save_checkpoint
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
 from coolsd.kv_cache import KVCache
+from coolsd.targets.captions import ClassLabels, T5Encoder, WordEncoder
 from coolsd.transformer import Linear, Transformer, TransformerConfig, grid_rope
 
 
@@ -32,18 +32,21 @@ from coolsd.transformer import Linear, Transformer, TransformerConfig, grid_rope
 class LlamaGenConfig:
     """Shape of a LlamaGen target. sketch_rank = 0 is the published architecture.
 
-    sketch_rank, sketch_reach: see `CaptionSketch`. words: size of the caption vocabulary.
+    words: size of the caption vocabulary of a `WordEncoder`. classes: prompted by a class number instead, in one slot.
+    Neither: by captions in text_encoder's words, a T5 by name. sketch_rank, sketch_reach: see `CaptionSketch`.
     """
 
     transformer: TransformerConfig
     codebook_size: int
     grid: tuple[int, int]
     prompt_slots: int
-    caption_dim: int
-    words: int
+    caption_dim: int = 0
+    words: int = 0
     sketch_rank: int = 0
     sketch_reach: int = 6
     rope_base: float = 10000.0
+    classes: int = 0
+    text_encoder: str = "google/flan-t5-xl"
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> LlamaGenConfig:
@@ -66,42 +69,6 @@ class CaptionProjection(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(features), approximate="tanh"))
-
-
-class WordEncoder(nn.Module):
-    """Captions without a language model: one learned vector per word. Needs no download and trains with the target."""
-
-    def __init__(self, tokenizer: Tokenizer, words: int, caption_dim: int) -> None:
-        super().__init__()
-        self.tokenizer = tokenizer
-        self.embedding = nn.Embedding(words, caption_dim)
-
-    def forward(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
-        """B captions -> features [B, slots, caption_dim], left-padded with zeros, and mask bool [B, slots].
-
-        Raises ValueError for a caption without words. Warns of words that it does not know, which all share one
-        vector, and of words that do not fit into the slots, which are left out.
-        """
-        ids = torch.zeros(len(captions), slots, dtype=torch.long)
-        mask = torch.zeros(len(captions), slots, dtype=torch.bool)
-        unknown = self.tokenizer.token_to_id("[unknown]")
-        for row, encoding in enumerate(self.tokenizer.encode_batch(list(captions))):
-            words = encoding.ids[:slots]
-            if not words:
-                raise ValueError(f"caption {row} ({captions[row]!r}) has no words")
-            spans = zip(encoding.ids, encoding.offsets, strict=True)
-            strange = [captions[row][start:end] for id, (start, end) in spans if id == unknown]
-            if strange:
-                warnings.warn(
-                    f"caption {row}: the target does not know {', '.join(dict.fromkeys(strange))}", stacklevel=3
-                )
-            if len(encoding.ids) > slots:
-                warnings.warn(f"caption {row}: only its first {slots} words count", stacklevel=3)
-            ids[row, slots - len(words) :] = torch.tensor(words)
-            mask[row, slots - len(words) :] = True
-        device = self.embedding.weight.device
-        ids, mask = ids.to(device), mask.to(device)
-        return self.embedding(ids) * mask[..., None], mask
 
 
 class CaptionSketch(nn.Module):
@@ -138,7 +105,7 @@ class LlamaGen(nn.Module):
     image_tokenizer: Any
     caption_encoder: Any
 
-    def __init__(self, config: LlamaGenConfig, caption_encoder: nn.Module, image_tokenizer: Any = None) -> None:
+    def __init__(self, config: LlamaGenConfig, caption_encoder: Any, image_tokenizer: Any = None) -> None:
         super().__init__()
         self.config = config
         self.image_tokens = config.grid[0] * config.grid[1]
@@ -148,10 +115,13 @@ class LlamaGen(nn.Module):
         self.folder: Path | None = None  # where it was loaded from: tables made of its weights are kept there
         self.embedding = nn.Embedding(config.codebook_size, self.hidden_size)
         self.caption_encoder = caption_encoder
-        self.caption_projection = CaptionProjection(config.caption_dim, self.hidden_size)
-        self.null_caption = nn.Parameter(
-            torch.randn(config.prompt_slots, config.caption_dim) / math.sqrt(config.caption_dim)
-        )
+        if config.classes:  # the last row is no class
+            self.class_embedding = nn.Embedding(config.classes + 1, self.hidden_size)
+        else:
+            self.caption_projection = CaptionProjection(config.caption_dim, self.hidden_size)
+            self.null_caption = nn.Parameter(
+                torch.randn(config.prompt_slots, config.caption_dim) / math.sqrt(config.caption_dim)
+            )
         self.sketch = (
             CaptionSketch(
                 config.caption_dim, self.hidden_size, self.image_tokens, config.sketch_rank, config.sketch_reach
@@ -184,7 +154,12 @@ class LlamaGen(nn.Module):
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt:
         """B captions -> prompt with G = 2 branches (caption, null caption with the caption's mask) or G = 1."""
         features, mask = self.caption_encoder(captions, self.config.prompt_slots)
-        branches = [features, self.null_caption.expand_as(features)] if guidance else [features]
+        features, mask = features.to(self.device), mask.to(self.device)
+        if self.config.classes:
+            features, null = self.class_embedding(features.flatten(1)), self.class_embedding.weight[-1:]
+        else:
+            features, null = features.to(self.dtype), self.null_caption
+        branches = [features, null.expand_as(features)] if guidance else [features]
         inputs = {"features": torch.stack(branches, dim=1)}
         if self.sketch is not None:
             pooled = features.sum(1) / mask.sum(1, keepdim=True).to(features.dtype).sqrt()
@@ -193,7 +168,8 @@ class LlamaGen(nn.Module):
         return Prompt(tuple(captions), mask[:, None].expand(-1, len(branches), -1), inputs)
 
     def _prompt_embeddings(self, prompt: Prompt) -> Tensor:
-        x = self.caption_projection(prompt.inputs["features"]).flatten(0, 1)  # [R, P, H]
+        x = prompt.inputs["features"]
+        x = (x if self.config.classes else self.caption_projection(x)).flatten(0, 1)  # [R, P, H]
         if self.sketch is None:
             return x
         return torch.cat([x[:, :-1], x[:, -1:] + prompt.inputs["context"].flatten(0, 1)[:, :1]], dim=1)
@@ -273,13 +249,16 @@ class LlamaGen(nn.Module):
     def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         config = {"architecture": "llamagen", **asdict(self.config)}
         tensors = {name: tensor.to(dtype) for name, tensor in self.state_dict().items()}
-        vocabulary = {"captions.json": self.caption_encoder.tokenizer.to_str()}
+        words = self.config.words
+        vocabulary = {"captions.json": self.caption_encoder.tokenizer.to_str()} if words else {}
         self.fingerprint = f"{folder.name}@{save_checkpoint(folder, config, tensors, vocabulary)}"
 
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> LlamaGen:
         own = LlamaGenConfig.from_json(config)
-        encoder = WordEncoder(Tokenizer.from_file(str(folder / "captions.json")), own.words, own.caption_dim)
+        encoder: Any = ClassLabels(own.classes) if own.classes else T5Encoder(own.text_encoder, folder / "captions")
+        if own.words:
+            encoder = WordEncoder(Tokenizer.from_file(str(folder / "captions.json")), own.words, own.caption_dim)
         model = cls(own, encoder)
         load_strictly(model, tensors, folder / "model.safetensors")
         model.folder = folder
