@@ -8,9 +8,10 @@ first round excluded.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,24 @@ import rich.box
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from coolsd import tree as trees
 from coolsd.checkpoint import write_json
 from coolsd.cli import argument_parser
 from coolsd.decode import generate
-from coolsd.drafters.chain import Chain
-from coolsd.drafters.static_tree import SHAPES, parents
+from coolsd.drafters.chain import Chain, HeadDrafter
+from coolsd.drafters.static_tree import SHAPES, StaticTree, parents
 from coolsd.generate_images import EMOJI_SAMPLING
 from coolsd.heads.checkpoint import load_head
+from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.interfaces import DraftTree
 from coolsd.results import environment
 from coolsd.rules.relaxed import CoolSD
 from coolsd.sampling import Sampling
-from coolsd.targets import load_target
-from coolsd.transformer import TransformerConfig
+from coolsd.targets import load_target, pick_device, pick_dtype
+from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
+from coolsd.transformer import TransformerConfig, freeze
 from coolsd.verify import verify
 
 CAPTION = "noto emoji of a red apple"
@@ -45,6 +49,7 @@ def bench(
     out: Path | None = None,
     target: str = "emoji/target",
     head: str = "emoji/draft",
+    shape: LlamaGenConfig | None = None,
     length: int = 5,
     repeats: int = 5,
     sampling: Sampling = EMOJI_SAMPLING,
@@ -58,6 +63,7 @@ def bench(
         out: JSON file for the numbers.
         target: Checkpoint folder of the target, or its name under checkpoints/.
         head: The same of the draft head.
+        shape: Instead of both, a LlamaGen of this shape and its head with random weights: what a size costs.
         length: Tokens the chain drafts per target call.
         repeats: Images each is measured on.
         sampling: How logits become a distribution.
@@ -69,10 +75,16 @@ def bench(
         raise ValueError(f"repeats is {repeats}, but must be >= 1")
     measurements: list[Measurement] = []
     for compiled in (False, True) if compile else (False,):
-        model = load_target(target, device, dtype, compiled)
-        drafter = Chain(load_head(head, model, compile=compiled), length)
+        if shape is None:
+            model = load_target(target, device, dtype, compiled)
+            loaded = load_head(head, model, compile=compiled)
+        else:
+            model, loaded = random_pair(shape, pick_device(device), dtype, compiled)
         mark = " (compiled)" if compiled else ""
-        measurements.append(ours(model, drafter, sampling, mark))
+        measurements.append(ours(model, [Chain(loaded, length), StaticTree(loaded)], sampling, mark))
+        if not compiled:
+            measurements[0](0)
+            memory = {"weights_and_cache": needed(model, loaded, sampling.branches), "peak": peak(model.device)}
         measurements.append(theirs(model, sampling.branches, compiled, mark))
     found: dict[str, list[float]] = {}
     for turn in range(repeats + 1):
@@ -95,6 +107,7 @@ def bench(
         "repeats": repeats,
         "milliseconds": milliseconds,
         "ratios": ratios,
+        "bytes": memory,
         "microseconds_per_verify": costs,
     }
     show(results)
@@ -104,22 +117,79 @@ def bench(
     return results
 
 
-def ours(model: Any, drafter: Chain, sampling: Sampling, mark: str) -> Measurement:
-    """Two images of the real loop, plain and with the chain; its own clock tells the parts apart."""
+def random_pair(shape: LlamaGenConfig, device: torch.device, dtype: str, compile: bool) -> tuple[LlamaGen, EagleHead]:
+    """A target and a head of one layer with random weights, prompted by random features."""
+    precision, before = pick_dtype(dtype, device), torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(precision)  # never twice as large on the way
+    try:
+        with device:
+            target = LlamaGen(shape, _RandomCaptions(shape.caption_dim)).eval().requires_grad_(False)
+            layer = replace(shape.transformer, layers=1)
+            config = EagleConfig(layer, shape.codebook_size, shape.prompt_slots, target.image_tokens)
+            ends = target.ends()
+            head = EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"]).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+    head.prepare(pack=not compile)
+    if compile:
+        target.transformer.compile(dynamic=False)
+        head.transformer.compile(dynamic=False)
+    else:
+        freeze(target)
+    return target, head
+
+
+class _RandomCaptions:
+    """Features of captions that fill all slots."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(len(captions), slots, self.width), torch.ones(len(captions), slots, dtype=torch.bool)
+
+
+def needed(model: Any, head: EagleHead, branches: int) -> int:
+    """Bytes of all weights, each once, and of the keys and values of one image, from their shapes."""
+    own = {p.data_ptr(): p.nbytes for module in (model, head) for p in [*module.parameters(), *module.buffers()]}
+    layers = model.config.transformer.layers + head.config.transformer.layers
+    slots = model.config.prompt_slots + model.image_tokens
+    size = 2 * model.config.transformer.key_heads * model.config.transformer.head_dim
+    return sum(own.values()) + branches * layers * slots * size * model.lm_head.weight.itemsize
+
+
+def peak(device: torch.device) -> int:
+    """Bytes, at most, so far: of the process, or on the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def ours(model: Any, drafters: Sequence[HeadDrafter], sampling: Sampling, mark: str) -> Measurement:
+    """An image of the real loop, plain and with each drafter; its own clock tells the parts apart."""
 
     def measure(turn: int) -> dict[str, float]:
         plain = generate(model, [CAPTION], None, None, sampling, seed=turn, decode_images=False)
-        chain = generate(model, [CAPTION], drafter, CoolSD(), sampling, seed=turn, decode_images=False)
-        calls, rounds = int(plain.target_calls[0]), int(chain.target_calls[0])
-        return {
+        calls = int(plain.target_calls[0])
+        found = {
             f"{PLAIN}{mark}": sum(plain.seconds.values()) * 1000 / model.image_tokens,
-            f"chain of {drafter.depth}, per token{mark}": sum(chain.seconds.values()) * 1000 / model.image_tokens,
             f"target call, 1 token{mark}": plain.seconds["target"] * 1000 / calls,
-            f"target call, {drafter.nodes} tokens{mark}": chain.seconds["target"] * 1000 / rounds,
-            f"draft step{mark}": chain.seconds["draft"] * 1000 / rounds / drafter.depth,
             f"sampling, plain{mark}": plain.seconds["verify"] * 1000 / calls,
-            f"sampling and verification, chain{mark}": chain.seconds["verify"] * 1000 / rounds,
         }
+        for drafter in drafters:
+            name = f"chain of {drafter.depth}" if drafter.is_chain else f"tree of {drafter.nodes - 1}"
+            drafted = generate(model, [CAPTION], drafter, CoolSD(), sampling, seed=turn, decode_images=False)
+            rounds = int(drafted.target_calls[0])
+            found |= {
+                f"{name}, per token{mark}": sum(drafted.seconds.values()) * 1000 / model.image_tokens,
+                f"target call, {drafter.nodes} tokens{mark}": drafted.seconds["target"] * 1000 / rounds,
+                f"{name}, draft step{mark}": drafted.seconds["draft"] * 1000 / rounds / drafter.depth,
+                f"{name}, sampling and verification{mark}": drafted.seconds["verify"] * 1000 / rounds,
+            }
+        return found
 
     return measure
 
@@ -197,6 +267,8 @@ def show(results: dict[str, Any]) -> None:
     Console().print(costs)
     for name, value in results["ratios"].items():
         print(f"{name}: {value:.2f} (below 1: coolsd is faster)")
+    held = {name: f"{count / 1e6:.0f} MB" for name, count in results["bytes"].items()}
+    print(f"weights and cache by their shapes {held['weights_and_cache']}, at most in use {held['peak']}")
     machine = f"{made['device']}, {made['cpu']}, {made['threads']} threads"
     print(f"batch 1, {made['dtype']}, {machine}, {results['repeats']} repeats")
 

@@ -18,7 +18,35 @@ def test_every_part_of_decoding_is_measured(saved_toy, tmp_path, capsys, monkeyp
     assert len(costs) == 2 * 3 * 2 and all(0 < value < math.inf for value in costs.values())
     assert "eagle-25, 26 nodes, 16 codes, batch 8" in costs
     said = capsys.readouterr().out
-    assert "draft step" in said and "coolsd / transformers" in said and "microseconds" in said
+    assert (
+        "draft step" in said and "at most in use" in said and "coolsd / transformers" in said and "microseconds" in said
+    )
+
+
+def test_a_shape_is_measured_without_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("coolsd.bench.CODES", (8,))
+    recipe = tmp_path / "bench.yaml"
+    recipe.write_text("""
+shape:
+  transformer: {hidden_size: 32, layers: 2, heads: 2, intermediate_size: 48}
+  codebook_size: 11
+  grid: [3, 3]
+  prompt_slots: 4
+  caption_dim: 6
+repeats: 1
+device: cpu
+dtype: bfloat16
+""")
+    assert cli.main(["bench", "--config", str(recipe), "--out", str(tmp_path / "bench.json")]) == 0
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["environment"]["dtype"] == "bfloat16" and found["target"] == "unsaved"
+    assert {"target call, 1 token", "target call, 6 tokens", "target call, 26 tokens"} <= set(found["milliseconds"])
+    layer = 32 * 32 * 4 + 3 * 32 * 48 + 2 * 32  # attention, feed-forward, norms
+    target = 2 * layer + 32 + 2 * 11 * 32 + 6 * 32 + 32 * 32 + 4 * 6
+    head = layer - 32 + 32 * 64 + 32 + 32
+    cache = 2 * 3 * 13 * 2 * 32
+    assert found["bytes"]["weights_and_cache"] == 2 * (target + head + cache) + 13 * 8 * 2 * 4  # rope in float32
+    assert found["bytes"]["peak"] > 1e8
 
 
 def test_no_repeats_are_refused(capsys):
