@@ -34,7 +34,7 @@ COMMANDS = {  # name: (module:function, what it does)
     "captions": ("coolsd.encode_captions:main", "T5 features of captions, made once for a LlamaGen target"),
     "convert": ("coolsd.convert:main", "LlamaGen's, LANTERN's and EAGLE's checkpoints -> our folders, and back"),
     "bench": ("coolsd.bench:main", "milliseconds of each part of a decoding step"),
-    "cache": ("data.features:main", "info and verify: look into a feature cache, check its bytes"),
+    "cache": ("data.features:main", "info, verify and merge: look into feature caches, check their bytes, mix them"),
 }
 
 # Read once, before Python starts, so these commands set them and execute themselves again. glibc gives a freed tensor

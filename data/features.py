@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -339,15 +339,59 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
 
 
+def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
+    """One cache of the samples of several, in an order that mixes them, always the same; resumes like an extraction.
+
+    Raises ValueError where they differ in the target or in the shape of their samples.
+    """
+    caches = [FeatureCache(folder) for folder in folders]
+    if len(caches) < 2:
+        raise ValueError(f"{len(caches)} feature cache to merge; give at least two")
+    first = caches[0].settings
+    for cache in caches[1:]:
+        for name in ("target", "hidden_size", "prompt_slots", "image_tokens", "codebook_size", "branches", "dtype",
+                     "context"):  # fmt: skip
+            one, other = getattr(first, name), getattr(cache.settings, name)
+            if one != other:
+                raise ValueError(f"{caches[0].folder} has {name} {one!r}, but {cache.folder} has {other!r}")
+    origins = [
+        {"dataset": cache.settings.dataset, "samples": len(cache), **cache.settings.settings} for cache in caches
+    ]
+    name = hashlib.sha256(json.dumps(origins, sort_keys=True).encode()).hexdigest()[:12]
+    places = [(cache, index) for cache in caches for index in range(len(cache))]
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).tolist()
+    settings = replace(first, dataset=f"merge@{name}", samples=len(places), settings={"merged": origins})
+    writer = FeatureCacheWriter(out, settings)
+    writer.lock()
+    try:
+        for shard in range(settings.shards):
+            if not writer.is_finished(shard):
+                chosen = [places[order[i]] for i in settings.samples_of(shard)]
+                writer.write_shard(shard, [cache[index] for cache, index in chosen])
+        writer.write_ends(caches[0].ends())
+        return writer.finish()
+    finally:
+        writer.release()
+
+
 def main(args: list[str]) -> None:
-    """`coolsd cache info FOLDER` and `coolsd cache verify FOLDER`."""
+    """`coolsd cache info FOLDER`, `coolsd cache verify FOLDER` and `coolsd cache merge FOLDER FOLDER ... --out FOLDER`."""
     from coolsd.cli import argument_parser
 
     parser = argument_parser("cache", main.__doc__ or "")
-    parser.add_argument("action", choices=("info", "verify"), help="print what it holds, or check every byte")
-    parser.add_argument("folder", type=str, help="a folder that `coolsd extract` wrote")
+    what = "print what it holds, check every byte, or mix the samples of several"
+    parser.add_argument("action", choices=("info", "verify", "merge"), help=what)
+    parser.add_argument("folders", type=str, nargs="+", help="folders that `coolsd extract` wrote")
+    parser.add_argument("--out", type=str, help="folder that merge writes")
     options = parser.parse_args(args)
-    cache = FeatureCache(options.folder)
+    if options.action == "merge":
+        if options.out is None:
+            raise ValueError("merge needs --out, the folder to write")
+        cache = merge(options.folders, options.out)
+    elif len(options.folders) > 1:
+        raise ValueError(f"{options.action} takes one folder, not {len(options.folders)}")
+    else:
+        cache = FeatureCache(options.folders[0])
     for name, value in asdict(cache.settings).items():
         print(f"{name:<18} {json.dumps(value) if isinstance(value, dict) else value}")
     print(f"{'size':<18} {_size(cache.bytes)} in {cache.settings.shards} shards")

@@ -232,6 +232,44 @@ def test_cache_commands(cache, capsys):
     assert "verified" in capsys.readouterr().out
 
 
+def test_merged_caches_hold_every_sample_once_and_mixed(cache, tmp_path, capsys):
+    shifted = replace(SETTINGS, dataset="others", samples=7, samples_per_shard=7, settings={"source": "self-distill"})
+    other = write(tmp_path / "other", shifted, change=lambda i, _: sample(100 + i)).finish()
+    arguments = ["merge", str(cache.folder), str(other.folder), "--out", str(tmp_path / "both")]
+    main(arguments)
+    assert "17 samples" in capsys.readouterr().out or len(FeatureCache(tmp_path / "both")) == 17
+    both = FeatureCache(tmp_path / "both")
+    both.verify()
+    captions = [both[index].caption for index in range(17)]
+    originals = {sample(i).caption: sample(i) for i in (*range(10), *range(100, 107))}
+    assert sorted(captions) == sorted(originals) and captions != list(originals)
+    assert len({caption in {sample(i).caption for i in range(10)} for caption in captions[-5:]}) == 2  # held out: both
+    for index in range(17):
+        ours, theirs = both[index], originals[captions[index]]
+        for one, two in zip(ours.hidden_states + ours.token_ids, theirs.hidden_states + theirs.token_ids, strict=True):
+            assert torch.equal(one, two.to(one.dtype))
+    assert [origin["source"] for origin in both.settings.settings["merged"]] == ["images", "self-distill"]
+    before = hashes(both.folder)
+    (both.folder / "manifest.json").unlink()
+    (both.folder / "shard-00001.safetensors").unlink()
+    main(arguments)  # it goes on
+    assert hashes(both.folder) == before
+
+
+def test_caches_of_different_targets_are_not_merged(cache, tmp_path):
+    other = write(tmp_path / "other", replace(SETTINGS, target="toy@2")).finish()
+    with pytest.raises(ValueError, match=r"cache has target 'toy@1', but .*other has 'toy@2'"):
+        main(["merge", str(cache.folder), str(other.folder), "--out", str(tmp_path / "both")])
+    for arguments, said in (
+        (["merge", str(cache.folder), "--out", str(tmp_path / "both")], "give at least two"),
+        (["merge", str(cache.folder), str(cache.folder)], "merge needs --out"),
+        (["info", str(cache.folder), str(other.folder)], "info takes one folder, not 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            main(arguments)
+    assert not (tmp_path / "both").exists()
+
+
 def test_pairs_are_shifted_by_one():
     """P = 2 slots, T = 4 tokens, one branch; hidden state i is the number i."""
     batch = {
