@@ -375,7 +375,7 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
 
 
 def main(args: list[str]) -> None:
-    """`coolsd cache info FOLDER`, `coolsd cache verify FOLDER` and `coolsd cache merge FOLDER FOLDER ... --out FOLDER`."""
+    """`coolsd cache info FOLDER`, `... verify FOLDER` and `... merge FOLDER FOLDER ... --out FOLDER`."""
     from coolsd.cli import argument_parser
 
     parser = argument_parser("cache", main.__doc__ or "")
