@@ -32,6 +32,7 @@ from coolsd.heads.checkpoint import load_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.interfaces import DraftTree
 from coolsd.results import environment
+from coolsd.rules.neighbours import nearest
 from coolsd.rules.relaxed import CoolSD
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target, pick_device, pick_dtype
@@ -41,6 +42,7 @@ from coolsd.verify import verify
 
 CAPTION = "noto emoji of a red apple"
 CODES = (1024, 16384, 65536)  # of which verification is timed
+TABLE = (16384, 1000)  # codes and k of the LANTERN table that is built once
 PLAIN, TRANSFORMERS = "plain decoding, per token", "transformers generate, per token"
 Measurement = Callable[[int], dict[str, float]]  # round -> milliseconds by name
 
@@ -99,6 +101,10 @@ def bench(
         if f"{PLAIN}{mark}" in medians
     }
     costs = verifications(model.device, repeats)
+    torch.manual_seed(0)
+    codebook, start = torch.randn(TABLE[0], 8), time.perf_counter()
+    nearest(codebook, TABLE[1])
+    table = {"codes": TABLE[0], "k": TABLE[1], "seconds": time.perf_counter() - start}
     results = {
         "schema": 1,
         "environment": environment(model.device, model.dtype),
@@ -109,6 +115,7 @@ def bench(
         "ratios": ratios,
         "bytes": memory,
         "microseconds_per_verify": costs,
+        "neighbour_table": table,
     }
     show(results)
     if out is not None:
@@ -257,10 +264,10 @@ def verifications(device: torch.device, repeats: int) -> dict[str, float]:
 
 def show(results: dict[str, Any]) -> None:
     made = results["environment"]
-    table = Table("milliseconds", "median", "min", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    times = Table("milliseconds", "median", "min", box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for name, values in results["milliseconds"].items():
-        table.add_row(name, f"{values['median']:.3f}", f"{values['min']:.3f}")
-    Console().print(table)
+        times.add_row(name, f"{values['median']:.3f}", f"{values['min']:.3f}")
+    Console().print(times)
     costs = Table("one verification", "microseconds", box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for name, value in results["microseconds_per_verify"].items():
         costs.add_row(name, f"{value:.0f}")
@@ -269,6 +276,8 @@ def show(results: dict[str, Any]) -> None:
         print(f"{name}: {value:.2f} (below 1: coolsd is faster)")
     held = {name: f"{count / 1e6:.0f} MB" for name, count in results["bytes"].items()}
     print(f"weights and cache by their shapes {held['weights_and_cache']}, at most in use {held['peak']}")
+    table = results["neighbour_table"]
+    print(f"nearest {table['k']} codes of each of {table['codes']}, once per codebook: {table['seconds']:.1f} s")
     machine = f"{made['device']}, {made['cpu']}, {made['threads']} threads"
     print(f"batch 1, {made['dtype']}, {machine}, {results['repeats']} repeats")
 

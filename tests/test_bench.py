@@ -8,6 +8,7 @@ from coolsd import cli
 
 def test_every_part_of_decoding_is_measured(saved_toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("coolsd.bench.CODES", (8, 16))
+    monkeypatch.setattr("coolsd.bench.TABLE", (16, 5))
     arguments = ["--target", str(saved_toy / "target"), "--head", str(saved_toy / "draft"), "--device", "cpu"]
     assert cli.main(["bench", *arguments, "--repeats", "2", "--out", str(tmp_path / "bench.json")]) == 0
     found = json.loads((tmp_path / "bench.json").read_text())
@@ -17,6 +18,7 @@ def test_every_part_of_decoding_is_measured(saved_toy, tmp_path, capsys, monkeyp
     costs = found["microseconds_per_verify"]
     assert len(costs) == 2 * 3 * 2 and all(0 < value < math.inf for value in costs.values())
     assert "eagle-25, 26 nodes, 16 codes, batch 8" in costs
+    assert found["neighbour_table"]["codes"] == 16 and found["neighbour_table"]["seconds"] > 0
     said = capsys.readouterr().out
     assert (
         "draft step" in said and "at most in use" in said and "coolsd / transformers" in said and "microseconds" in said
@@ -25,6 +27,7 @@ def test_every_part_of_decoding_is_measured(saved_toy, tmp_path, capsys, monkeyp
 
 def test_a_shape_is_measured_without_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("coolsd.bench.CODES", (8,))
+    monkeypatch.setattr("coolsd.bench.TABLE", (16, 5))
     recipe = tmp_path / "bench.yaml"
     recipe.write_text("""
 shape:
