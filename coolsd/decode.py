@@ -112,7 +112,7 @@ def generate(
 
     Returns tokens long [B, T]; images uint8 [B, 3, h, w] or None; accepted_length float32 [B] = (T - 1) / target calls
     after the prefill; target_calls long [B]; emitted long [B, rounds], tokens committed per call; bias_per_token,
-    kl_per_token (None for trees) and nll_per_token float32 [B], the last in nats under the guided, tempered
+    kl_per_token (None for trees that relax) and nll_per_token float32 [B], the last in nats under the guided, tempered
     distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
     """
     sampling = sampling or Sampling()

@@ -87,7 +87,7 @@ class Verification:
     `emitted` any valid token. path: long [B, L+1], path[:, j] = the node whose distribution token j was tested against
     (path[:, 0] = 0, then the accepted nodes). emitted: long [B] in 0..L+1.
     bias, kl: float32 [B, L], certificates summed over the executed tests at each depth (THEORY.md section 4), or None;
-    kl is None for trees.
+    kl is None for trees, unless nothing is relaxed.
     """
 
     tokens: Tensor

@@ -269,7 +269,9 @@ def test_a_batch_of_five_is_five_calls_of_one(which, rule, toy):
     target, head = toy(grid=(4, 4))
     drafter, sampling, rows = drafters(head)[which], Sampling(guidance=2.0, top_k=4), [3, 0, 17, 4, 2**33]
     batch = decode(target, CAPTIONS, drafter, rule, sampling, seed=9, rows=rows)
-    assert len(batch.target_calls.unique()) > 1 and batch.kl_per_token is None
+    assert len(batch.target_calls.unique()) > 1
+    kl = batch.kl_per_token  # trees have such a certificate only where nothing is relaxed
+    assert not kl.any() if rule == Vanilla() else kl is None
     for index, row in enumerate(rows):
         alone = decode(target, CAPTIONS[index : index + 1], drafter, rule, sampling, seed=9, rows=[row])
         assert torch.equal(alone.tokens[0], batch.tokens[index])
