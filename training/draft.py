@@ -127,7 +127,7 @@ class DraftTraining(L.LightningModule):
         both = trained.unflatten(0, (-1, branches)).all(1)
         if self.hparams["guided_weight"]:
             losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.hparams["acceptance_weight"] > 0):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.hparams["acceptance_weight"] != 0):
             mass = acceptance_mass(draft.float().softmax(-1), target.float().softmax(-1))
             losses["acceptance"] = masked_mean(mass, both)
         return losses
