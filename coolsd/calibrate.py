@@ -121,7 +121,7 @@ def calibrate(
         objective: What min_accepted_length with search_nu keeps smallest.
         curves: What to draw, each {name, rule, ...}; null takes uniform and three of Cool-SD.
         split: Held-out emoji captions: combo (parts seen, not together) or novel (names never seen).
-        limit: Only so many captions; a record takes about 1 MB of memory for each.
+        limit: Only so many captions; a record takes about 2 MB of memory for each.
         prompts: Captions instead: a list, or a file with one a line.
         batch_size: Images decoded together.
         sampling: How logits become a distribution.
@@ -286,20 +286,17 @@ def half(found: dict[str, Any]) -> float:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Accepted length against bias, KL and, of what was measured, NLL: lines and rings replayed, dots with 95%
-    intervals real."""
+    """Accepted length against bias, KL and NLL drift: lines and rings replayed, dots with 95% intervals real."""
     from matplotlib.figure import Figure
 
-    panels = [("bias_per_token", "bias per token (bound)"), ("kl_per_token", "KL per token (bound, nats)")]
-    if any(curve["measured"] for curve in found["curves"]):
-        panels.append(("nll_drift", "NLL per token, less that of lossless decoding (nats)"))
+    panels = [("bias_per_token", "bias per token (bound)"), ("kl_per_token", "KL per token (bound, nats)"),
+              ("nll_drift", "NLL per token, less that of lossless decoding (nats)")]  # fmt: skip
     figure = Figure(figsize=(1 + 5 * len(panels), 4.6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True)
     for axis, (quantity, label) in zip(axes, panels, strict=True):
         for number, curve in enumerate(found["curves"]):
             name, colour = curve["name"].replace("$", r"\$"), f"C{number}"
-            axis.plot(curve.get(quantity, []), curve["accepted_length"] if quantity in curve else [], lw=1.4,
-                      color=colour, label=name)  # fmt: skip
+            axis.plot(curve[quantity], curve["accepted_length"], lw=1.4, color=colour, label=name)
             for point in curve["measured"]:
                 _points(axis, quantity, point["replayed"], point["real"], colour)
         for one in found["runs"]:
@@ -318,7 +315,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 def _points(axis: Any, quantity: str, replayed: dict[str, Any] | None, real: dict[str, Any], colour: str) -> None:
     """A ring for what was replayed, a dot for what happened, as far as each has the quantity."""
-    if replayed and quantity in replayed:
+    if replayed:
         axis.plot(replayed[quantity]["mean"], replayed["accepted_length"]["mean"], "o", mfc="none", color=colour)
     if real.get(quantity):
         across, up = real[quantity], real["accepted_length"]
@@ -329,27 +326,27 @@ def show(found: dict[str, Any]) -> None:
     """Replayed and real numbers of every run, and the answer."""
     rows = []
     for number, one in enumerate(found["runs"], start=1):
-        before = (f"replayed from run {number - 1}", one["replayed_before"])
+        before = (f"run {number - 1} replayed", one["replayed_before"])
         rows.append((f"run {number}: {setting(one['rule'])}",
-                     [before, ("replayed from itself", one["replayed"]), ("real", one["real"])]))  # fmt: skip
+                     [before, ("replayed", one["replayed"]), ("real", one["real"])]))  # fmt: skip
     for curve in found["curves"]:
         for point in curve["measured"]:
             name = next(f"{key} {point[key]:g}" for key in ("delta", "bound") if key in point)
-            before = (f"replayed from run {len(found['runs'])}", point["replayed"])
+            before = (f"run {len(found['runs'])} replayed", point["replayed"])
             rows.append((f"{curve['name']}: {name}", [before, ("real", point["real"])]))
-    digits = {"accepted_length": 3, "bias_per_token": 4, "kl_per_token": 4}
+    digits = {"accepted_length": 3, "bias_per_token": 4, "kl_per_token": 3, "nll_drift": 3}
     table = Table("setting", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("accepted length", "bias / token", "KL / token"):
+    for title in ("length", "bias", "KL", "NLL drift"):
         table.add_column(title, no_wrap=True)
     for name, sources in rows:
         table.add_row(rich.markup.escape(name))
         for source, numbers in sources:
             if numbers is not None:
                 cells = [
-                    f"{numbers[key]['mean']:.{places}f} ± {half(numbers[key]):.{places}f}" if numbers[key] else "-"
+                    f"{numbers[key]['mean']:.{places}f} ± {half(numbers[key]):.{places}f}" if numbers.get(key) else "-"
                     for key, places in digits.items()
                 ]
-                table.add_row(f"  {source}", *cells)
+                table.add_row(f" {source}", *cells)
     Console().print(table)
     drawn = [curve for curve in found["curves"] if curve["delta"]]
     if drawn:
@@ -359,7 +356,8 @@ def show(found: dict[str, Any]) -> None:
             table.add_row(f"{CURVE[index]:.2f}", *pairs)
         Console().print(table)
         print("replayed: accepted length, bias per token; all points and KL in calibration.json")
-    print(f"{found['prompts']} captions, chain of {found['length']}; ±: 95% intervals")
+    print(f"{found['prompts']} captions, chain of {found['length']}; length: tokens per target call; ±: 95% intervals")
+    print("bias, KL and NLL drift: per token; replayed drift is that of the tests alone, not of what follows them")
     if found["answer"] is None:
         return
     answer = found["answer"]

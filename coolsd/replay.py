@@ -2,21 +2,23 @@
 
 Knows probabilities and schedules; knows no model and no command.
 
-One run of a chain leaves, for each test, the masses of p = target and q = draft in bins of log(q / p), and p / q of the
-drafted token. Nothing else enters a rule with relaxed mass w p(x), so every schedule w_1 .. w_L replays on them
-(THEORY.md section 5).
+One run of a chain leaves, for each test, the masses of p = target and q = draft and their sums of -log p in bins of
+log(q / p), and p / q of the drafted token. Nothing else enters a rule with relaxed mass w p(x), so every schedule
+w_1 .. w_L replays on them (THEORY.md section 5).
 
     one test    m = min(q / p, w),  A = p m,  a = sum A,  N = sum relu(A - p)
                 K = p (m + g relu(1 - m)),  g = (1 - a) / (1 - a + N);  KL = sum K log(K / p), 0 where w <= 1
+                D = sum (K - p) (-log p), what relaxation adds to the NLL of the emitted token, 0 where w <= 1
     one round   reach_i = prod_{j < i} min(1, w_j p(x_j) / q(x_j)) at the drafted tokens x_1 .. x_L
-                tokens = 1 + sum_i reach_i a_i,   bias = sum_i reach_i N_i,   kl = sum_i reach_i KL_i
+                tokens = 1 + sum_i reach_i a_i,   bias = sum_i reach_i N_i,   kl = sum_i reach_i KL_i,  drift likewise
     all rounds  accepted length = sum tokens / rounds,   bias per token = (T - 1) / T * sum bias / sum tokens
 
-Drafts do not depend on what is accepted, so given the block's first token the three sums of a round are unbiased for
+Drafts do not depend on what is accepted, so given the block's first token the sums of a round are unbiased for
 every w, and tokens behind the image's end are not counted, as in `generate`. Two things are approximate: the blocks
 begin where the recording rule let them begin, at the positions and behind the tokens it gave (so calibration records
 again with the chosen rule), and the ratios have the usual bias of order 1 / rounds. The first token, which no test
-decides, enters through T - 1.
+decides, enters through T - 1. The NLL of a whole image drifts by more than the tests' own share, which is what is
+replayed: tokens behind an unlikely one are less certain.
 """
 
 from __future__ import annotations
@@ -38,20 +40,23 @@ BINS, SPAN = 256, 8.0  # bins of log(q / p) from -SPAN to SPAN, the outer ones o
 ONE = BINS // 2  # the first bin with q >= p
 NODES = 65  # values of g at which the KL of the bins with q < p is tabulated
 DELTAS = [2 ** (k / 4) for k in range(-40, 41)]  # searched before bisection, 1 among them
-QUANTITIES = ("accepted_length", "bias_per_token", "kl_per_token")
+QUANTITIES = ("accepted_length", "bias_per_token", "kl_per_token", "nll_drift")
 
 
 @dataclass(frozen=True)
 class Record:
-    """The R rounds of a recorded run; 2 KB for each test, so 1 MB for an image of 100 rounds of 5 tests.
+    """The R rounds of a recorded run; 4 KB for each test, so 2 MB for an image of 100 rounds of 5 tests.
 
     target_mass, draft_mass: float32 [L, BINS, R], sums of p and of q over the tokens of each bin of log(q / p).
+    target_nll, draft_nll: the same of p (-log p) and q (-log p), in nats, without tokens that the target excludes.
     odds: float32 [L, R], p / q of the drafted token. remaining: long [R], tokens the image still lacked before the
     round. image: long [R] in 0..images-1. image_tokens: T.
     """
 
     target_mass: Tensor
     draft_mass: Tensor
+    target_nll: Tensor
+    draft_nll: Tensor
     odds: Tensor
     remaining: Tensor
     image: Tensor
@@ -60,18 +65,17 @@ class Record:
 
     @property
     def bytes(self) -> int:
-        tensors = (self.target_mass, self.draft_mass, self.odds, self.remaining, self.image)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+_BY_ROUND = ("target_mass", "draft_mass", "target_nll", "draft_nll", "odds", "remaining")
 
 
 def join(records: Sequence[Record]) -> Record:
     """Several batches of images as one record."""
     offsets = [sum(record.images for record in records[:i]) for i in range(len(records))]
     return Record(
-        target_mass=torch.cat([record.target_mass for record in records], -1),
-        draft_mass=torch.cat([record.draft_mass for record in records], -1),
-        odds=torch.cat([record.odds for record in records], -1),
-        remaining=torch.cat([record.remaining for record in records]),
+        **{name: torch.cat([getattr(record, name) for record in records], -1) for name in _BY_ROUND},
         image=torch.cat([record.image + offset for record, offset in zip(records, offsets, strict=True)]),
         images=sum(record.images for record in records),
         image_tokens=records[0].image_tokens,
@@ -98,21 +102,18 @@ class Recorder:
         odds = (p.gather(-1, drafted) / q.gather(-1, drafted)).squeeze(-1)
         if self.remaining is None:
             self.remaining = torch.full_like(seen.verification.emitted, self.image_tokens - 1)
-        masses = (empty.scatter_add(-1, place, p), empty.scatter_add(-1, place, q))
+        nll = torch.where(p > 0, -p.log(), 0.0)
+        masses = (empty.scatter_add(-1, place, mass) for mass in (p, q, p * nll, q * nll))
         self.rounds.append((*masses, odds, self.remaining, seen.active))
         self.remaining = self.remaining - seen.verification.emitted
 
     def record(self) -> Record:
         """What was seen of unfinished images, on the host."""
-        target_mass, draft_mass, odds, remaining, active = (
-            torch.stack(column) for column in zip(*self.rounds, strict=True)
-        )
+        *columns, active = (torch.stack(column) for column in zip(*self.rounds, strict=True))
         image = torch.arange(active.shape[1], device=active.device).expand_as(active)
+        by_round = (column[active].movedim(0, -1).contiguous().cpu() for column in columns)
         return Record(
-            target_mass=target_mass[active].permute(1, 2, 0).contiguous().cpu(),
-            draft_mass=draft_mass[active].permute(1, 2, 0).contiguous().cpu(),
-            odds=odds[active].T.contiguous().cpu(),
-            remaining=remaining[active].cpu(),
+            **dict(zip(_BY_ROUND, by_round, strict=True)),
             image=image[active].cpu(),
             images=active.shape[1],
             image_tokens=self.image_tokens,
@@ -126,6 +127,7 @@ class Replayed:
     tokens: Tensor
     bias: Tensor
     kl: Tensor
+    drift: Tensor
     calls: Tensor
     image_tokens: int
 
@@ -133,8 +135,8 @@ class Replayed:
         """(x [S, I], y [S, I], c): the quantity is c * sum x / sum y."""
         if quantity == "accepted_length":
             return self.tokens, self.calls.expand_as(self.tokens), 1.0
-        tested = (self.image_tokens - 1) / self.image_tokens
-        return self.bias if quantity == "bias_per_token" else self.kl, self.tokens, tested
+        sums = {"bias_per_token": self.bias, "kl_per_token": self.kl, "nll_drift": self.drift}[quantity]
+        return sums, self.tokens, (self.image_tokens - 1) / self.image_tokens
 
     def value(self, quantity: str) -> Tensor:
         """One of QUANTITIES, float64 [S]."""
@@ -154,7 +156,7 @@ def ratio_summary(above: Tensor, below: Tensor) -> dict[str, Any] | None:
 
 
 class Replay:
-    """A record with its bins summed up, so that one test at one w is read off; 1.4 times the record's size again."""
+    """A record with its bins summed up, so that one test at one w is read off; 1.2 times the record's size again."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -165,6 +167,10 @@ class Replay:
         self.excess = _before((q - p)[:, ONE:])  # [L, ONE + 1, R]: q - p in the bins ONE .. k - 1
         self.vanilla = self.drafted[:, ONE] + self.tail[:, ONE]  # [L, R]: sum min(p, q)
         self.owed = (p - q)[:, :ONE].sum(1)  # [L, R]: sum relu(p - q)
+        p, q = record.target_nll, record.draft_nll
+        self.nll_tail = _before(p[:, ONE:].flip(1)).flip(1)  # [L, ONE + 1, R]: p (-log p) in the bins k, k + 1, ...
+        self.nll_excess = _before((q - p)[:, ONE:])  # [L, ONE + 1, R]: (q - p) (-log p) in the bins ONE .. k - 1
+        self.nll_owed = (p - q)[:, :ONE].sum(1)  # [L, R]: sum relu(p - q) (-log p)
 
     @cached_property
     def above(self) -> Tensor:
@@ -185,10 +191,10 @@ class Replay:
             1,
         )
 
-    def test(self, depth: int, relaxation: Tensor, kl: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Acceptance probability a, bias N and KL of all recorded tests at one depth (0-based).
+    def test(self, depth: int, relaxation: Tensor, drifts: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Acceptance probability a, bias N, KL and NLL drift D of all recorded tests at one depth (0-based).
 
-        relaxation: float32 [S] of w >= 0. Returns three float32 [S, R]; KL is zeros where it is not wanted.
+        relaxation: float32 [S] of w >= 0. Returns four float32 [S, R]; KL and D are zeros where they are not wanted.
         """
         k = ((relaxation.log() + SPAN) * (BINS / (2 * SPAN))).clamp(0, BINS - 1).long()  # [S], the bin that holds w
         k_above = (k - ONE).clamp(min=0)
@@ -198,8 +204,8 @@ class Replay:
         bias = torch.where(w > 1, self.excess[depth, k_above] + (here - p).relu() + (w - 1) * tail, 0.0)
         tightened = self.drafted[depth, k.clamp(max=ONE)] + here + w * tail
         accepted = torch.where(w > 1, self.vanilla[depth] + bias, tightened)
-        if not kl:
-            return accepted, bias, torch.zeros_like(bias)
+        if not drifts:
+            return accepted, bias, torch.zeros_like(bias), torch.zeros_like(bias)
         owed = self.owed[depth]
         again = torch.where(owed > 0, 1 - bias / owed, 1.0).clamp(0, 1)  # g, as 1 - a = owed - N
         node = again.sqrt() * (NODES - 1)
@@ -208,25 +214,30 @@ class Replay:
         below = torch.lerp(table.gather(0, left.long()), table.gather(0, left.long() + 1), node - left)
         inside = torch.where(p > 0, torch.xlogy(here, here / p), 0.0)
         divergence = self.above[depth, k_above] + inside + _k_log_k(w) * tail + below
-        return accepted, bias, torch.where(w > 1, divergence.relu(), 0.0)
+        p, q = self.record.target_nll[depth, k], self.record.draft_nll[depth, k]
+        more = self.nll_excess[depth, k_above] + (torch.minimum(q, w * p) - p).relu()
+        more = more + (w - 1) * self.nll_tail[depth, k_above + 1]
+        drift = more - (1 - again) * self.nll_owed[depth]
+        return accepted, bias, torch.where(w > 1, divergence.relu(), 0.0), torch.where(w > 1, drift, 0.0)
 
-    def __call__(self, schedules: Tensor, kl: bool = True) -> Replayed:
+    def __call__(self, schedules: Tensor, drifts: bool = True) -> Replayed:
         """Replay schedules float32 [S, L]."""
         if schedules.shape[1:] != (self.depth,):
             raise ValueError(f"schedules of {schedules.shape[-1]} depths, but the record's chain has {self.depth}")
         record = self.record
         reach = torch.ones(len(schedules), len(record.remaining))
-        tokens, bias, divergence = reach.clone(), torch.zeros_like(reach), torch.zeros_like(reach)
+        tokens, bias, kl, drift = reach.clone(), *torch.zeros(3, *reach.shape)
         for depth, relaxation in enumerate(schedules.unbind(1)):
-            accepted, of_bias, of_kl = self.test(depth, relaxation, kl)
+            accepted, of_bias, of_kl, of_drift = self.test(depth, relaxation, drifts)
             reach = reach * (record.remaining > depth)  # behind the image's end nothing is counted
             tokens += reach * accepted * (record.remaining > depth + 1)
             bias += reach * of_bias
-            divergence += reach * of_kl
+            kl += reach * of_kl
+            drift += reach * of_drift
             reach = reach * (relaxation[:, None] * record.odds[depth]).clamp(max=1)
         calls = record.image.bincount(minlength=record.images).double()
-        by_image = self._by_image
-        return Replayed(by_image(tokens), by_image(bias), by_image(divergence), calls, record.image_tokens)
+        tokens, bias, kl, drift = (self._by_image(values) for values in (tokens, bias, kl, drift))
+        return Replayed(tokens, bias, kl, drift, calls, record.image_tokens)
 
     def _by_image(self, values: Tensor) -> Tensor:
         sums = torch.zeros(len(values), self.record.images, dtype=torch.float64)
@@ -273,14 +284,14 @@ def choose(
 
     Raises ValueError, with the range that can be reached, where no setting is within the budget.
     """
-    kl = budget.quantity == "kl_per_token" and budget.limit > 0
+    drifts = budget.quantity == "kl_per_token" and budget.limit > 0
     found, reached = [], []
     for nu in nus:
-        grid = replay(schedules([CoolSD(delta, nu, floor) for delta in DELTAS], replay.depth), kl)
+        grid = replay(schedules([CoolSD(delta, nu, floor) for delta in DELTAS], replay.depth), drifts)
         reached.append(grid.value(budget.quantity))
         fitting = budget.fits(grid).nonzero().flatten().tolist()
         if fitting:
-            found.append(CoolSD(_edge(replay, budget, nu, floor, fitting, kl), nu, floor))
+            found.append(CoolSD(_edge(replay, budget, nu, floor, fitting, drifts), nu, floor))
     if not found:
         values = torch.cat(reached)
         sign = ">=" if budget.wants_length else "<="
@@ -291,13 +302,13 @@ def choose(
         )
     if len(found) == 1:
         return found[0]
-    replayed = replay(schedules(found, replay.depth), kl=objective == "kl")
+    replayed = replay(schedules(found, replay.depth), objective == "kl")
     if budget.wants_length:
         return found[int(replayed.value(f"{objective}_per_token").argmin())]
     return found[int(replayed.value("accepted_length").argmax())]
 
 
-def _edge(replay: Replay, budget: Budget, nu: float, floor: float | None, fitting: list[int], kl: bool) -> float:
+def _edge(replay: Replay, budget: Budget, nu: float, floor: float | None, fitting: list[int], drifts: bool) -> float:
     """delta within 1e-6 of where the budget ends, on its inner side. The length grows with delta, so the edge is below
     the first fitting delta for a budget of length, else above the last (bias per token need not grow everywhere)."""
     index, step = (fitting[0], -1) if budget.wants_length else (fitting[-1], 1)
@@ -307,6 +318,6 @@ def _edge(replay: Replay, budget: Budget, nu: float, floor: float | None, fittin
     outside = DELTAS[index + step]
     while abs(outside - inside) > 1e-7:
         middle = (inside + outside) / 2
-        fits = bool(budget.fits(replay(schedules([CoolSD(middle, nu, floor)], replay.depth), kl))[0])
+        fits = bool(budget.fits(replay(schedules([CoolSD(middle, nu, floor)], replay.depth), drifts))[0])
         inside, outside = (middle, outside) if fits else (inside, middle)
     return (math.ceil if budget.wants_length else math.floor)(inside * 1e6) / 1e6

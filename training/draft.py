@@ -9,6 +9,7 @@ pair i    (token i+1, hidden i) -> hidden i+1   loss where token i+1 is an image
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,38 @@ from training.callbacks import AcceptedLength
 from training.losses import acceptance_mass, feature_loss, masked_mean, soft_cross_entropy
 
 
+def widened(head: EagleHead, intermediate_size: int) -> EagleHead:
+    """The same function with a wider feed-forward: its new channels are random, but add nothing before training.
+
+    Raises ValueError where it would be narrower.
+    """
+    old = head.config.transformer.intermediate_size
+    if intermediate_size == old:
+        return head
+    if intermediate_size < old:
+        raise ValueError(
+            f"model.intermediate_size is {intermediate_size}, but the head of start_from has {old}; pass at least that"
+        )
+    transformer = replace(head.config.transformer, intermediate_size=intermediate_size)
+    wider = EagleHead(replace(head.config, transformer=transformer), head.embedding, head.lm_head, head.rope)
+    state = wider.state_dict()  # shares memory with the parameters
+    for name, tensor in head.state_dict().items():
+        if name.endswith("gate_up.weight"):
+            state[name].unflatten(0, (2, -1))[:, :old] = tensor.unflatten(0, (2, -1))
+        elif name.endswith("down.weight"):
+            state[name].zero_()[:, :old] = tensor
+        else:
+            state[name].copy_(tensor)
+    return wider
+
+
 class DraftTraining(L.LightningModule):
     """loss = SmoothL1(hidden) + classification_weight * soft cross-entropy of each branch
     + guided_weight * soft cross-entropy of the guided distribution, the one that verification sees
     - acceptance_weight * sum min(p, q) of it, the acceptance itself (EAGLE-1: both 0).
 
-    intermediate_size 0 = 8/3 of the hidden size. start_from: folder of a head to go on training, whose shape counts.
+    start_from: folder of a head to go on training, whose shape counts; a larger intermediate_size widens it.
+    intermediate_size 0 = that head's, or 8/3 of the hidden size.
     guidance: that of decoding, for the acceptance and the guided loss.
     noise: uniform noise on the input hidden states, +- this many of their standard deviations. Learning rate: linear
     warm-up, then cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode at most
@@ -75,7 +102,8 @@ class DraftTraining(L.LightningModule):
             )
         ends = {name: tensor.float() for name, tensor in ends.items()}
         if self.hparams["start_from"] is not None:
-            self.head = read_head(self.hparams["start_from"], ends, settings.target)
+            head = read_head(self.hparams["start_from"], ends, settings.target)
+            self.head = widened(head, self.hparams["intermediate_size"] or head.config.transformer.intermediate_size)
             return
         size = settings.hidden_size
         config = EagleConfig(
