@@ -146,6 +146,7 @@ def evaluate(
     about = {
         "environment": results.environment(model.device, model.dtype),
         "target": model.fingerprint,
+        "image_tokenizer": model.image_tokenizer.fingerprint,
         "draft": checkpoint_name(head) if any(m.head is None and needs_head(m.drafter) for m in methods) else None,
         "repeats": repeats,
         "batch_size": batch_size,

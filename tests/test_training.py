@@ -13,7 +13,7 @@ from coolsd.targets import load_target
 from coolsd.targets.llamagen import LlamaGen
 from data.emoji.dataset import EmojiImages
 from training.callbacks import AcceptedLength
-from training.draft import DraftTraining
+from training.draft import DraftTraining, widened
 from training.losses import acceptance_mass, masked_mean, soft_cross_entropy
 from training.muon import MuonAdamW, orthogonalize
 from training.target import (
@@ -37,6 +37,24 @@ def test_a_deepened_target_computes_the_same_function(toy, rng):
     torch.testing.assert_close(deep.forced(prompt, tokens).logits, target.forced(prompt, tokens).logits)
     with pytest.raises(ValueError, match="not a multiple"):
         deepen(target.state_dict(), 2, 5)
+
+
+def test_a_widened_head_computes_the_same_function(toy, rng):
+    _, head = toy()
+    config = head.config.transformer
+    wide = widened(head, config.intermediate_size + 24)
+    assert wide.config == dataclasses.replace(
+        head.config, transformer=dataclasses.replace(config, intermediate_size=config.intermediate_size + 24)
+    )
+    tokens, hidden = torch.randint(5, (3, 9), generator=rng), torch.randn(3, 9, config.hidden_size, generator=rng)
+    arguments = tokens, hidden, head.rope[None, :9]
+    torch.testing.assert_close(wide(*arguments), head(*arguments))
+    wide(*arguments).pow(2).mean().backward()
+    down = wide.transformer.layers[0].feed_forward.down.weight.grad
+    assert down is not None and bool((down != 0).any(0).all())  # every new channel learns at once
+    assert widened(head, config.intermediate_size) is head
+    with pytest.raises(ValueError, match="pass at least that"):
+        widened(head, config.intermediate_size - 8)
 
 
 def test_likelihood_of_a_branch_is_that_of_the_branch_alone(toy, rng):

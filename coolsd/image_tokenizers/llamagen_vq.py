@@ -213,6 +213,8 @@ class Quantizer(nn.Module):
 
 
 class LlamaGenVQ(nn.Module):
+    fingerprint = "unsaved"
+
     def __init__(self, config: LlamaGenVQConfig) -> None:
         super().__init__()
         self.config = config
@@ -280,7 +282,7 @@ def load_image_tokenizer(
 ) -> LlamaGenVQ:
     """From a checkpoint folder, or a name under checkpoints/ such as "emoji/tokenizer"."""
     folder = find_folder(folder)
-    fingerprint(folder)
     model = LlamaGenVQ(read_config(folder / "config.json"))
+    model.fingerprint = f"{folder.resolve().name}@{fingerprint(folder)}"
     load_strictly(model, read_tensors(folder), folder / "model.safetensors")
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
