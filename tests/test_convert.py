@@ -1,5 +1,6 @@
 """Published checkpoints through `coolsd convert`: the official numbers come out, and the same bytes come back."""
 
+import itertools
 import json
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from coolsd.image_tokenizers import load_image_tokenizer
 from coolsd.interfaces import DraftTree
 from coolsd.sampling import Sampling
 from coolsd.targets.captions import T5Encoder
+from coolsd.verify import verify
 
 PARITY = Path(__file__).parent / "parity"
 
@@ -153,16 +155,106 @@ def test_a_head_of_ours_becomes_lanterns_with_its_targets_embedding(saved_toy, t
     assert "give --target" in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_greedy_decoding_with_a_converted_pair_is_lanterns_run(converted):
-    run, given = facts("lantern_e2e_a")["runs"]["greedy"], load_file(PARITY / "lantern_e2e_a_in.safetensors")
+@pytest.fixture(scope="module")
+def pair(converted):
+    """LANTERN's tiny target and drafter, converted, with its captions and its codebook."""
+    given = load_file(PARITY / "lantern_e2e_a_in.safetensors")
     target = coolsd.load_target(converted / "e2e", "cpu", "float32")
     target.caption_encoder = Golden(given["t5_embeddings_right_padded"], given["t5_mask"])  # it fills all slots
+    target.codebook = lambda: given["codebook"]
     with pytest.warns(UserWarning, match="only shapes were checked"):
-        head = coolsd.load_head(converted / "e2e-drafter", target)
+        return target, coolsd.load_head(converted / "e2e-drafter", target)
+
+
+def test_greedy_decoding_with_a_converted_pair_is_lanterns_run(pair):
+    (target, head), run = pair, facts("lantern_e2e_a")["runs"]["greedy"]
     sampling = Sampling(guidance=facts("lantern_e2e_a")["config"]["cfg"], temperature=0)
     for drafter, rule in ((None, None), (coolsd.StaticTree(head, "eagle-25"), coolsd.Vanilla())):
         result = coolsd.generate(target, [""], drafter, rule, sampling, decode_images=False)
         assert result.tokens[0, : len(run["ids"])].tolist() == run["ids"]
+
+
+class Replayed(Exception):
+    pass
+
+
+class Script:
+    """The chance of a golden run, handed out as LANTERN's code asked for it: a uniform for each test that was executed,
+    ten tokens for each node whose children are drafted, one at the end of a round."""
+
+    def __init__(self, run, drafter):
+        self.uniforms, self.multinomials = iter(run["uniform_draws"]), iter(run["multinomial_outputs_in_call_order"])
+        self.rounds, self.lengths, self.ids, self.deciding = len(run["accept_lengths"]), [], [], False
+        self.children = [
+            [node for node, above in enumerate(drafter.parent) if above == own] for own in range(drafter.nodes)
+        ]
+        self.columns = self.ranks(drafter)
+
+    def ranks(self, drafter):
+        for level in itertools.cycle(drafter.levels):
+            rows = torch.tensor(next(self.multinomials))  # [nodes of the level, 10]
+            assert rows.shape == (level.last - level.first, 10)
+            yield from rows[:, : len(level.draws)].unbind(1)
+
+    def draft(self, left, uniforms):
+        tokens = next(self.columns)[None, : left.shape[1]]
+        assert bool((left.gather(-1, tokens[..., None]) > 0).all())
+        return tokens
+
+    def draw(self, probs, uniforms):
+        if self.deciding:
+            return torch.zeros(1, dtype=torch.long)
+        token = torch.tensor(next(self.multinomials)).flatten()
+        assert float(probs[0, token]) > 0
+        self.ids = self.ids or token.tolist()  # that of the prefill
+        return token
+
+    def verify(self, tree, probs, rule, relaxation, uniforms, certificates):
+        """One test more each time; one that has no uniform yet fails, so it is seen which one comes next."""
+        node, known = 0, torch.full_like(uniforms, torch.inf)
+        self.deciding = True
+        for untested in iter(lambda: [child for child in self.children[node] if known[0, child - 1] == torch.inf], []):
+            known[0, untested[0] - 1] = next(self.uniforms)
+            decision = verify(tree, probs, rule, relaxation, known, False)
+            if untested[0] in decision.path[0, : decision.emitted].tolist():
+                node = untested[0]
+        self.deciding = False
+        decision = verify(tree, probs, rule, relaxation, known, certificates)
+        self.ids += decision.tokens[0, : decision.emitted].tolist()
+        self.lengths.append(int(decision.emitted) - 1)
+        if len(self.lengths) == self.rounds:
+            raise Replayed
+        return decision
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "other"),
+    [
+        ("plain", coolsd.Vanilla(), coolsd.Uniform(1.2)),
+        ("lantern", coolsd.Lantern(5, 0.3, "own"), coolsd.Lantern(5, 0.05, "own")),
+        ("lanternpp", coolsd.LanternPP(8, 4.0, "own"), coolsd.LanternPP(8, 2.0, "own")),
+    ],
+)
+def test_sampled_decoding_with_a_converted_pair_is_lanterns_run(pair, name, rule, other, monkeypatch):
+    (target, head), run = pair, facts("lantern_e2e_a")["runs"][name]
+    settings = run["settings"]
+    sampling = Sampling(settings["temperature"], settings["top_k"], 1.0, facts("lantern_e2e_a")["config"]["cfg"])
+
+    def replayed(rule):
+        drafter = coolsd.StaticTree(head, "eagle-25")
+        script = Script(run, drafter)
+        monkeypatch.setattr("coolsd.drafters.static_tree.draw", script.draft)
+        monkeypatch.setattr("coolsd.decode.draw", script.draw)
+        monkeypatch.setattr("coolsd.verify.draw", script.draw)
+        monkeypatch.setattr("coolsd.decode.verify", script.verify)
+        with pytest.raises((Replayed, StopIteration, AssertionError)):
+            coolsd.generate(target, [""], drafter, rule, sampling, decode_images=False)
+        return script
+
+    script = replayed(rule)
+    assert script.lengths == run["accept_lengths"] and script.ids[: len(run["ids"])] == run["ids"]
+    assert next(script.uniforms, None) is None
+    assert replayed(other).lengths != run["accept_lengths"]  # negative control
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
