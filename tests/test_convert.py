@@ -213,7 +213,7 @@ class Script:
         """One test more each time; one that has no uniform yet fails, so it is seen which one comes next."""
         node, known = 0, torch.full_like(uniforms, torch.inf)
         self.deciding = True
-        for untested in iter(lambda: [child for child in self.children[node] if known[0, child - 1] == torch.inf], []):
+        while untested := [child for child in self.children[node] if known[0, child - 1] == torch.inf]:
             known[0, untested[0] - 1] = next(self.uniforms)
             decision = verify(tree, probs, rule, relaxation, known, False)
             if untested[0] in decision.path[0, : decision.emitted].tolist():
