@@ -5,7 +5,8 @@ Knows files, shards and hashes; knows no model and no image.  A cache is a folde
     manifest.json              what was extracted, from what, and the shards with their sha256; written last
     settings.json              the same without the shards; written first, so that a resumed run can compare
     ends.safetensors           what the head needs of the target: embedding, norm, lm_head, rotary table, ...
-    shard-00000.safetensors    samples [0, S), and beside it shard-00000.safetensors.sha256 (for `sha256sum -c`)
+    shard-00000.safetensors    items [0, S), and beside it shard-00000.safetensors.sha256 (for `sha256sum -c`)
+    skipped.jsonl              items that could not be used, with the reason
 
 A shard holds one row per (sample, branch), samples in order, branches inside a sample, no padding:
 
@@ -13,6 +14,11 @@ A shard holds one row per (sample, branch), samples in order, branches inside a 
     token_ids     [tokens]      | -1 -1 -1 ...  | 17 4 99 ...  |
     offsets       [samples * G + 1], caption_bytes [bytes], caption_offsets [samples + 1]
     context       [samples * G, T + 1, H], where the settings say so: see coolsd.interfaces.Prompt
+    skipped       [bytes], the lines of this shard's skipped items
+
+int8 and float8 hold a state x as codes; read back, x is a bfloat16 again:
+
+    x[t, c] = code[t, c] * scale[t] * channels[c]     NAME_scale float32 [tokens], NAME_channels float32 [H]
 """
 
 from __future__ import annotations
@@ -22,9 +28,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +44,15 @@ from torch import Tensor
 from coolsd.checkpoint import sha256, write_whole
 
 SCHEMA = 1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPEN = 512  # shards that a reader keeps mapped: a system lets a process map some thousand files
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
+}
+PEAK = {"int8": 127.0, "float8": 448.0}  # largest code of the scaled ones
 LARGEST = 1 << 40  # of any count in a manifest; a larger one is a broken or hostile file
 
 
@@ -45,6 +61,7 @@ class CacheSettings:
     """All that decides the bytes of a cache.  Counts are >= 1.
 
     target, dataset: fingerprints. settings: how it was extracted (source, sampling, ...), JSON values.
+    samples: items of the dataset, with those that could not be used.
     prompt_slots P, image_tokens T, codebook_size V, hidden_size H, branches G as in coolsd.interfaces.
     """
 
@@ -83,7 +100,15 @@ class CacheSettings:
     @property
     def bytes_per_sample(self) -> int:
         """Upper bound (every caption slot in use), captions and offsets aside."""
-        state = self.hidden_size * DTYPES[self.dtype].itemsize
+        state = self.hidden_size * DTYPES[self.dtype].itemsize + (4 if self.dtype in PEAK else 0)
+        return self._bytes(state)
+
+    @property
+    def memory_per_sample(self) -> int:
+        """The same read into memory."""
+        return self._bytes(self.hidden_size * (2 if self.dtype in PEAK else DTYPES[self.dtype].itemsize))
+
+    def _bytes(self, state: int) -> int:
         row = (self.prompt_slots + self.image_tokens) * (state + 4) + self.context * (self.image_tokens + 1) * state
         return self.branches * row
 
@@ -107,6 +132,16 @@ class CachedSample:
     context: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """An item of the dataset that could not be used; item: its name, reason: one of few, detail: more about it."""
+
+    index: int
+    item: str
+    reason: str
+    detail: str = ""
+
+
 class FeatureCacheWriter:
     """Begins a cache, or continues an interrupted one.  Several processes may write one, each its own shards."""
 
@@ -125,9 +160,13 @@ class FeatureCacheWriter:
         if not begun.exists():
             _write(begun, _json(ours))
 
+    @property
+    def bytes_written(self) -> int:
+        """In shards, those of other processes included."""
+        return sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
+
     def _check_disk(self) -> None:
-        present = sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
-        need = int(1.05 * (self.settings.samples * self.settings.bytes_per_sample - present))
+        need = int(1.05 * (self.settings.samples * self.settings.bytes_per_sample - self.bytes_written))
         free = shutil.disk_usage(self.folder).free
         if need > free:
             raise ValueError(
@@ -167,36 +206,48 @@ class FeatureCacheWriter:
         _check_ends(ends, self.settings, self.folder / "ends.safetensors")
         _write(self.folder / "ends.safetensors", save({k: v.detach().cpu().contiguous() for k, v in ends.items()}))
 
-    def write_shard(self, shard: int, samples: Sequence[CachedSample]) -> None:
+    def write_shard(self, shard: int, samples: Sequence[CachedSample], skipped: Sequence[Skipped] = ()) -> None:
         """All samples of the shard, in order, to a temporary name, then fsync and rename; then the hash file.
 
         Raises ValueError where a sample has the wrong shape or a number that is not finite.
         """
-        settings, indices = self.settings, self.settings.samples_of(shard)
+        settings, left_out = self.settings, {one.index for one in skipped}
+        indices = [index for index in settings.samples_of(shard) if index not in left_out]
         if len(samples) != len(indices):
             raise ValueError(f"shard {shard} takes {len(indices)} samples, not {len(samples)}")
         for index, sample in zip(indices, samples, strict=True):
             _check_sample(index, sample, settings)
         rows = [row for sample in samples for row in sample.hidden_states]
         captions = [sample.caption.encode(errors="replace") for sample in samples]
+        states = {"hidden_states": torch.cat([torch.zeros(0, settings.hidden_size), *rows])}
+        if settings.context:
+            contexts = [sample.context for sample in samples if sample.context is not None]
+            none = torch.zeros(0, settings.image_tokens + 1, settings.hidden_size)
+            states["context"] = torch.cat([none, *contexts])
+        ids = [row for sample in samples for row in sample.token_ids]
         tensors = {
-            "hidden_states": torch.cat(rows).to("cpu", DTYPES[settings.dtype]),
-            "token_ids": torch.cat([row for sample in samples for row in sample.token_ids]).to("cpu", torch.int32),
+            "token_ids": torch.cat([torch.zeros(0, dtype=torch.long), *ids]).to("cpu", torch.int32),
             "offsets": _offsets([len(row) for row in rows]),
-            "caption_bytes": torch.tensor(list(b"".join(captions)), dtype=torch.uint8),
+            "caption_bytes": _bytes_tensor(b"".join(captions)),
             "caption_offsets": _offsets([len(caption) for caption in captions]),
         }
-        if settings.context:
-            rows = [sample.context for sample in samples if sample.context is not None]
-            tensors["context"] = torch.cat(rows).to("cpu", DTYPES[settings.dtype])
-        for name in {"hidden_states", "context"} & tensors.keys():
-            if not tensors[name].isfinite().all():  # a float16 may overflow where the target's own did not
-                raise ValueError(f"shard {shard}: {name} overflow {settings.dtype}; extract with --dtype bfloat16")
+        if skipped:
+            tensors["skipped"] = _bytes_tensor(b"".join(_line(asdict(one)) for one in skipped))
+        for name, values in states.items():
+            tensors |= _stored(name, values.to("cpu"), settings.dtype)
+            if settings.dtype == "float16" and not tensors[name].isfinite().all():
+                raise ValueError(f"shard {shard}: {name} overflow float16; extract with --model.cache_dtype bfloat16")
         path = self.folder / shard_name(shard)
         _hash_path(path).unlink(missing_ok=True)
         content = save(tensors)
         _write(path, content)
         _write(_hash_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+
+    def list_skipped(self, skipped: Sequence[Skipped]) -> str:
+        """Write skipped.jsonl ahead of time, for a run that stops; says how many of each reason, and where."""
+        lines = [_line(asdict(one)) for one in skipped]
+        _write(self.folder / "skipped.jsonl", b"".join(lines))
+        return f"{_listed(_reasons(lines))}; see {self.folder / 'skipped.jsonl'}"
 
     def finish(self) -> FeatureCache:
         """Write the manifest, once all shards and the ends are there; one process calls it, last of all."""
@@ -205,15 +256,30 @@ class FeatureCacheWriter:
             raise ValueError(f"{self.folder} lacks {len(missing)} of {self.settings.shards} shards; run extract again")
         paths = [self.folder / shard_name(i) for i in range(self.settings.shards)]
         ends = self.folder / "ends.safetensors"
+        kept, lines, errors = [], [], []
+        for path in paths:
+            with _opened(path) as file:
+                kept.append(file.get_slice("caption_offsets").get_shape()[0] - 1)
+                names = file.keys()
+                lines += bytes(file.get_tensor("skipped").tolist()).splitlines() if "skipped" in names else []
+                errors += file.get_tensor("error").tolist() if "error" in names and kept[-1] else []
+        if not sum(kept):
+            raise ValueError(f"none of {self.settings.samples} items could be used: {_listed(_reasons(lines))}")
+        if lines:
+            _write(self.folder / "skipped.jsonl", b"".join(line + b"\n" for line in lines))
         manifest = {
             "schema": SCHEMA,
             **asdict(self.settings),
             "ends": {"file": ends.name, "bytes": ends.stat().st_size, "sha256": sha256(ends)},
+            "skipped": _reasons(lines),
             "shards": [
-                {"file": path.name, "bytes": path.stat().st_size, "sha256": _hash_path(path).read_text().split(" ")[0]}
-                for path in paths
+                {"file": path.name, "samples": samples, "bytes": path.stat().st_size,
+                 "sha256": _hash_path(path).read_text().split(" ")[0]}
+                for path, samples in zip(paths, kept, strict=True)
             ],
-        }
+        }  # fmt: skip
+        if errors:  # of int8 and float8: mean of |x - what is read| / |x| over the tokens of a shard, then over shards
+            manifest["relative_error"] = sum(errors) / len(errors)
         _write(self.folder / "manifest.json", _json(manifest))
         for left_over in self.folder.glob(".*.part"):
             left_over.unlink()
@@ -240,19 +306,29 @@ class FeatureCache:
         files = [*shards, manifest.get("ends")]
         names = [*(shard_name(i) for i in range(len(shards))), "ends.safetensors"]
         self._files = [_checked_file(self.folder, entry, name) for entry, name in zip(files, names, strict=True)]
+        self._starts = list(accumulate((_kept(path, i, entry, self.settings) for i, entry in enumerate(shards)),
+                                       initial=0))  # fmt: skip
+        self.skipped = manifest.get("skipped", {})
+        self.relative_error = manifest.get("relative_error")
         self._open: dict[int, _Shard] = {}
 
     def __len__(self) -> int:
-        return self.settings.samples
+        return self._starts[-1]
 
     def __getitem__(self, index: int) -> CachedSample:
         """Raises ValueError, naming the file, where a shard's content is malformed."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a feature cache with {len(self)} samples")
-        shard = index // self.settings.samples_per_shard
+        shard = bisect_right(self._starts, index) - 1
         if shard not in self._open:
-            self._open[shard] = _Shard(self._files[shard][0], self.settings, len(self.settings.samples_of(shard)))
-        return self._open[shard].sample(index % self.settings.samples_per_shard)
+            while len(self._open) >= OPEN:
+                self._open.pop(next(iter(self._open)))
+            samples = self._starts[shard + 1] - self._starts[shard]
+            self._open[shard] = _Shard(self._files[shard][0], self.settings, samples)
+        return self._open[shard].sample(index - self._starts[shard])
+
+    def read(self, indices: Sequence[int]) -> list[CachedSample]:
+        return [self[index] for index in indices]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # maps stay behind when a loader's worker process takes a copy
@@ -292,18 +368,29 @@ class _Shard:
         self.caption_offsets = self.file.get_tensor("caption_offsets").tolist()
         self._ascending("offsets", self.offsets, settings.image_tokens + 1, longest)
         self._ascending("caption_offsets", self.caption_offsets, 0, LARGEST)
-        self._expect("hidden_states", _SAFETENSORS_NAMES[settings.dtype], [self.offsets[-1], settings.hidden_size])
         self._expect("token_ids", "I32", [self.offsets[-1]])
         self._expect("caption_bytes", "U8", [self.caption_offsets[-1]])
-        self.hidden_states = self.file.get_slice("hidden_states")
+        self.hidden_states = self._states("hidden_states", [self.offsets[-1], settings.hidden_size])
         self.context = None
         if settings.context:
-            shape = [rows, settings.image_tokens + 1, settings.hidden_size]
-            self._expect("context", _SAFETENSORS_NAMES[settings.dtype], shape)
-            self.context = self.file.get_slice("context")
+            self.context = self._states("context", [rows, settings.image_tokens + 1, settings.hidden_size])
         self.token_ids = self.file.get_tensor("token_ids")
-        if not (int(self.token_ids.min()) >= -1 and int(self.token_ids.max()) < settings.codebook_size):
+        if len(self.token_ids) and not (
+            int(self.token_ids.min()) >= -1 and int(self.token_ids.max()) < settings.codebook_size
+        ):
             raise ValueError(f"{path}: token_ids leave -1 .. {settings.codebook_size - 1}; extract this shard again")
+
+    def _states(self, name: str, shape: list[int]) -> Callable[[slice], Tensor]:
+        """Reads a slice of the rows of a tensor, as floating-point numbers."""
+        dtype = self.settings.dtype
+        self._expect(name, _SAFETENSORS_NAMES[dtype], shape)
+        codes = self.file.get_slice(name)
+        if dtype not in PEAK:
+            return codes.__getitem__
+        self._expect(f"{name}_scale", "F32", shape[:-1])
+        self._expect(f"{name}_channels", "F32", shape[-1:])
+        scale, channels = (self.file.get_tensor(f"{name}_{part}") for part in ("scale", "channels"))
+        return lambda rows: (codes[rows].float() * scale[rows][..., None] * channels).bfloat16()
 
     def sample(self, index: int) -> CachedSample:
         branches = self.settings.branches
@@ -312,9 +399,9 @@ class _Shard:
         text = self.file.get_slice("caption_bytes")[self.caption_offsets[index] : self.caption_offsets[index + 1]]
         return CachedSample(
             bytes(text.tolist()).decode(errors="replace"),
-            tuple(self.hidden_states[span] for span in spans),
+            tuple(self.hidden_states(span) for span in spans),
             tuple(self.token_ids[span] for span in spans),
-            None if self.context is None else self.context[index * branches : (index + 1) * branches],
+            None if self.context is None else self.context(slice(index * branches, (index + 1) * branches)),
         )
 
     def _expect(self, name: str, dtype: str, shape: list[int]) -> None:
@@ -332,7 +419,25 @@ class _Shard:
             raise ValueError(f"{self.path}: {name} must rise from 0 by {least} to {most}; extract this shard again")
 
 
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8", "float8": "F8_E4M3"}
+
+
+def _stored(name: str, values: Tensor, dtype: str) -> dict[str, Tensor]:
+    """Tensors that hold `values` [..., H] in a shard. The scaled dtypes divide by the spread of each channel in this
+    shard, then by the largest number of each token; their mean relative error of a token is kept, too."""
+    if dtype not in PEAK:
+        return {name: values.to(DTYPES[dtype])}
+    values = values.float()
+    spread = values.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+    channels = (values / spread).flatten(0, -2).pow(2).mean(0).sqrt()
+    channels = torch.where(channels > 0, channels, 1.0)  # nan of no rows, too
+    scale = ((values / channels).abs().amax(-1, keepdim=True) / PEAK[dtype]).clamp(min=1e-30)
+    codes = values / channels / scale
+    codes = (codes.round() if dtype == "int8" else codes).to(DTYPES[dtype])
+    again = codes.float() * scale * channels
+    error = (again - values).norm(dim=-1) / values.norm(dim=-1).clamp(min=1e-30)
+    found = {name: codes, f"{name}_scale": scale[..., 0].contiguous(), f"{name}_channels": channels}
+    return {**found, "error": error.mean()[None]} if name == "hidden_states" else found
 
 
 def shard_name(shard: int) -> str:
@@ -395,6 +500,10 @@ def main(args: list[str]) -> None:
     for name, value in asdict(cache.settings).items():
         print(f"{name:<18} {json.dumps(value) if isinstance(value, dict) else value}")
     print(f"{'size':<18} {_size(cache.bytes)} in {cache.settings.shards} shards")
+    if cache.skipped:
+        print(f"{'kept':<18} {len(cache)}; skipped: {_listed(cache.skipped)}, see skipped.jsonl")
+    if cache.relative_error is not None:
+        print(f"{'relative error':<18} {cache.relative_error:.4f} of a token's hidden state, on average")
     if options.action == "verify":
         cache.verify()
         print(f"{'verified':<18} every file matches its sha256, every row is well formed and finite")
@@ -476,6 +585,32 @@ def _checked_file(folder: Path, entry: Any, name: str) -> tuple[Path, int, str]:
     if path.stat().st_size != size:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, but the manifest says {size}; extract it again")
     return path, size, digest
+
+
+def _kept(manifest: Path, shard: int, entry: dict[str, Any], settings: CacheSettings) -> int:
+    """Samples in a shard by its entry: all of its items, where it does not say."""
+    most = len(settings.samples_of(shard))
+    samples = entry.get("samples", most)
+    if type(samples) is not int or not 0 <= samples <= most:
+        raise ValueError(f"{manifest}: shard {shard} has samples {samples!r}, but may have 0 to {most}; extract again")
+    return samples
+
+
+def _reasons(lines: Sequence[bytes]) -> dict[str, int]:
+    """How many skipped items there are of each reason, most first."""
+    return dict(Counter(json.loads(line)["reason"] for line in lines).most_common())
+
+
+def _listed(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _bytes_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
 
 
 def _opened(path: Path) -> Any:

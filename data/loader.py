@@ -1,4 +1,4 @@
-"""The loader over a feature cache.  Knows rows and their order; knows no model, no loss and no target.
+"""The loader over a feature cache, or over states as they are made.  Knows rows and their order; knows no loss.
 
 A batch is a dict; every row, one (sample, branch), has P + T slots, its captions padded on the left:
 
@@ -18,15 +18,19 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from data.features import FeatureCache
+from coolsd.sampling import Sampling
+from coolsd.targets import load_target
+from data.features import CachedSample, FeatureCache
+from data.states import Selection, States, read_batch
 
 Batch = dict[str, Any]
 
@@ -61,7 +65,7 @@ class FeatureRows(Dataset):
     in_memory reads all chosen samples once, in the cache's dtype; else each batch reads from the memory-mapped files.
     """
 
-    def __init__(self, cache: FeatureCache, chosen: range, in_memory: bool) -> None:
+    def __init__(self, cache: Any, chosen: range, in_memory: bool) -> None:
         self.cache, self.chosen = cache, chosen
         self.memory = [cache[index] for index in chosen] if in_memory else None
 
@@ -71,7 +75,10 @@ class FeatureRows(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Raises ValueError, naming the sample, where a hidden state is not finite."""
         settings = self.cache.settings
-        samples = [self.memory[i] if self.memory else self.cache[self.chosen[i]] for i in indices]
+        if self.memory:
+            samples = [self.memory[i] for i in indices]
+        else:
+            samples = self.cache.read([self.chosen[i] for i in indices])
         shape = (len(samples), settings.branches, settings.prompt_slots + settings.image_tokens)
         hidden = torch.zeros(*shape, settings.hidden_size)
         tokens = torch.full(shape, -1)
@@ -178,9 +185,9 @@ class FeatureModule(L.LightningDataModule):
         self._rows: dict[bool, FeatureRows] = {}
 
     @property
-    def cache(self) -> FeatureCache:
+    def cache(self) -> Any:
         if not hasattr(self, "_cache"):
-            self._cache = FeatureCache(self.folder)
+            self._cache: Any = FeatureCache(self.folder)
         return self._cache
 
     def setup(self, stage: str) -> None:
@@ -196,7 +203,7 @@ class FeatureModule(L.LightningDataModule):
         in_memory = self.in_memory
         if in_memory is None:
             processes = self.trainer.num_devices if self.trainer else 1  # on this machine, each with a copy
-            in_memory = processes * used * self.cache.settings.bytes_per_sample <= _free_memory() / 2
+            in_memory = processes * used * self.cache.settings.memory_per_sample <= _free_memory() / 2
         if not self._rows:  # fit sets up once more for its validation
             self._rows[True] = FeatureRows(self.cache, range(split), in_memory)
             self._rows[False] = FeatureRows(self.cache, range(split, used), in_memory)
@@ -226,6 +233,83 @@ class FeatureModule(L.LightningDataModule):
             drop_last=training,
             collate_fn=_as_is,
         )
+
+
+class OnlineFeatures(FeatureModule):
+    """The batches of a `FeatureModule` without a cache: the target runs as they are asked for, each time anew.
+
+    Args:
+        dataset: As for `coolsd extract`: a map-style dataset of images and captions; null takes the embedded emojis.
+        target: Checkpoint folder of the target, or its name under checkpoints/.
+        source: "images" encodes the dataset's images; "self-distill" lets the target draw images for its captions.
+        guidance: Give the unconditional branch too, as a head that decodes with guidance needs.
+        null_fraction: Without guidance, this share of the samples gets the null caption.
+        sampling: How the target draws its images for "self-distill".
+        draw_seed: Of those images and of which captions are null; `seed` of an extraction.
+        dtype: Of the target's weights; auto is bfloat16 where the hardware has it.
+        limit: Use only so many samples of the dataset, those that an extraction would take.
+        batch_size: Samples (all their branches) a batch and process.
+        held_out: Fraction of the samples, the last ones, kept for validation.
+        seed: Of the order of the samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | None = None,
+        target: str = "emoji/target",
+        source: Literal["images", "self-distill"] = "images",
+        guidance: bool = True,
+        null_fraction: float = 0.0,
+        sampling: Sampling | None = None,
+        draw_seed: int = 0,
+        dtype: str = "auto",
+        limit: int | None = None,
+        batch_size: int = 8,
+        held_out: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(target, batch_size, held_out, in_memory=False, seed=seed)
+        self.selection, self.dtype = Selection(dataset, limit), dtype
+        self.how: dict[str, Any] = {"guidance": guidance, "null_fraction": null_fraction, "sampling": sampling}
+        self.how |= {"source": source, "seed": draw_seed}
+
+    @property
+    def cache(self) -> Any:
+        if not hasattr(self, "_cache"):
+            device = str(self.trainer.strategy.root_device) if self.trainer else "auto"
+            states = States(load_target(self.folder, device, self.dtype), **self.how)
+            self._cache: Any = _Online(states, self.selection)
+        return self._cache
+
+
+class _Online:
+    """What a `FeatureCache` of the same extraction would hold, computed when read."""
+
+    def __init__(self, states: States, selection: Selection) -> None:
+        self.states, self.selection, self.folder = states, selection, states.target.fingerprint
+        self.images = states.source == "images"
+        found = [read_batch(selection, [index], self.images)[2:] for index in range(len(selection))]  # no image is kept
+        self.kept = [index for kept, _ in found for index in kept]
+        skipped = [one for _, some in found for one in some]
+        if not self.kept:
+            raise ValueError(f"none of {len(selection)} items can be used: {skipped[0].reason}, {skipped[0].item}")
+        if skipped:
+            rank_zero_info(f"{len(skipped)} of {len(selection)} items cannot be used, as {skipped[0].item}: "
+                           f"{skipped[0].reason}")  # fmt: skip
+        self.settings = states.settings(selection, samples_per_shard=64, dtype="float32")
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> CachedSample:
+        return self.read([index])[0]
+
+    def read(self, indices: Sequence[int]) -> list[CachedSample]:
+        images, captions, kept, _ = read_batch(self.selection, [self.kept[index] for index in indices], self.images)
+        return self.states(images, captions, kept)
+
+    def ends(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in self.states.target.ends().items()}
 
 
 def _as_is(batch: Batch) -> Batch:

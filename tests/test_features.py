@@ -443,10 +443,10 @@ def test_extraction_stores_what_a_forced_pass_sees(checkpoint, extracted):
     assert cache.settings.target == target.fingerprint and cache.settings.branches == 2
     data = CaptionedImages(limit=10)
     for index in (0, 7, 9):
-        original, found = data.dataset[data.chosen[index]], cache[index]
-        assert found.caption == original["caption"]
+        (image, caption), found = data.selection.read(index), cache[index]
+        assert found.caption == caption
         prompt = target.encode([found.caption], guidance=True)
-        tokens = target.encode_images(original["image"][None])
+        tokens = target.encode_images(image[None])
         output = target.forced(prompt, tokens)
         for g in range(2):
             held = torch.cat([prompt.mask[0, g], torch.ones(16, dtype=torch.bool)])

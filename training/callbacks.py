@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from coolsd.checkpoint import same_weights
@@ -57,3 +59,22 @@ class AcceptedLength(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.measure(trainer, pl_module, "after")  # type: ignore[arg-type]
+
+
+class Throughput(L.Callback):
+    """Samples and tokens a second and what is on the disk already, of all processes, in the bar of an extraction."""
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.began, self.samples = time.monotonic(), 0
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: int, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.samples += outputs * trainer.world_size
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and bar.progress is not None and bar.predict_progress_bar_id is not None:
+            rate = self.samples / (time.monotonic() - self.began)
+            tokens = rate * pl_module.settings.image_tokens * pl_module.settings.branches
+            written = pl_module.writer.bytes_written / 1e9
+            words = f"{rate:.1f} samples/s, {tokens:,.0f} tokens/s, {written:.2f} GB"
+            bar.progress.update(bar.predict_progress_bar_id, description=words)

@@ -13,11 +13,10 @@ another number.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -25,11 +24,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from coolsd.interfaces import TargetOutput
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
-from data.features import DTYPES, CachedSample, CacheSettings, FeatureCacheWriter
+from data.features import DTYPES, CachedSample, CacheSettings, FeatureCacheWriter, Skipped
 from data.loader import EpochSampler
+from data.states import Selection, States, read_batch
+from training.callbacks import Throughput
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class CaptionedBatch:
-    """images uint8 [B, 3, h, w], or None where the target draws them; B captions."""
+    """images uint8 [B, 3, h, w], or None where the target draws them; B captions; their indices; what was skipped."""
 
     of: Pass
     images: Tensor | None
     captions: tuple[str, ...]
+    kept: tuple[int, ...]
+    skipped: tuple[Skipped, ...]
 
 
 def plan(unfinished: Sequence[int], settings: CacheSettings, batch_size: int, rank: int, world_size: int) -> list[Pass]:
@@ -68,8 +70,8 @@ class CaptionedImages(L.LightningDataModule):
     """The captioned images to extract from.
 
     Args:
-        dataset: A map-style dataset of {"image": uint8 [3, h, w], "caption": str}, named by class_path in a recipe;
-            null takes the training split of the embedded emojis.
+        dataset: A map-style dataset of {"image": uint8 [3, h, w], "caption": str}, named by class_path in a recipe, as
+            data.captions.ImageCaptionPairs; null takes the training split of the embedded emojis.
         limit: Use only so many samples of the dataset, chosen at random but always the same; null uses all.
         batch_size: Samples (all their branches) a pass.
         workers: Processes that read images; 0 reads them in the extracting process.
@@ -81,38 +83,14 @@ class CaptionedImages(L.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, but must be >= 1")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit is {limit}, but must be >= 1, or null for all samples")
-        if dataset is None:
-            from data.emoji.dataset import EmojiImages
-
-            dataset = EmojiImages("train")
-        self.dataset, self.batch_size, self.workers = dataset, batch_size, workers
-        found = len(dataset)  # type: ignore[arg-type]
-        if not found:
-            raise ValueError(f"{type(dataset).__name__} is empty; point it at captioned images")
-        # a dataset may be sorted, yet its first samples should stand for it: the loader holds out the last ones
-        self.chosen = torch.randperm(found, generator=torch.Generator().manual_seed(0))[:limit].tolist()
-
-    def fingerprint(self) -> str:
-        """Of what is extracted: the dataset's own `fingerprint` where it has one, else its class, its size and a hash
-        of 16 samples spread over it."""
-        own = getattr(self.dataset, "fingerprint", None)
-        if isinstance(own, str):
-            return own
-        digest = hashlib.sha256()
-        for i in range(16):
-            sample = self.dataset[self.chosen[i * (len(self.chosen) - 1) // 15]]
-            digest.update(sample["caption"].encode(errors="replace"))
-            digest.update(sample["image"].contiguous().numpy().tobytes())
-        return f"{type(self.dataset).__name__}[{len(self.chosen)}]@{digest.hexdigest()[:12]}"
+        self.selection, self.batch_size, self.workers = Selection(dataset, limit), batch_size, workers
 
     def predict_dataloader(self) -> DataLoader:
         module = self.trainer.lightning_module
         assert isinstance(module, Extraction)
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         passes = plan(module.unfinished(), module.settings, self.batch_size, rank, world_size)
-        batches = _Batches(self.dataset, self.chosen, passes, images=module.source == "images")
+        batches = _Batches(self.selection, passes, images=module.source == "images")
         order = EpochSampler(len(passes), 0, 0, 1, shuffle=False)  # the passes are this process's own already
         return DataLoader(batches, batch_size=None, sampler=order, num_workers=self.workers)
 
@@ -123,16 +101,14 @@ class CaptionedImages(L.LightningDataModule):
 
 
 class _Batches(Dataset):
-    def __init__(self, dataset: Dataset, chosen: Sequence[int], passes: Sequence[Pass], images: bool) -> None:
-        self.dataset, self.chosen, self.passes, self.images = dataset, chosen, passes, images
+    def __init__(self, selection: Selection, passes: Sequence[Pass], images: bool) -> None:
+        self.selection, self.passes, self.images = selection, passes, images
 
     def __len__(self) -> int:
         return len(self.passes)
 
     def __getitem__(self, index: int) -> CaptionedBatch:
-        samples = [self.dataset[self.chosen[i]] for i in self.passes[index].indices]
-        images = torch.stack([sample["image"] for sample in samples]) if self.images else None
-        return CaptionedBatch(self.passes[index], images, tuple(sample["caption"] for sample in samples))
+        return CaptionedBatch(self.passes[index], *read_batch(self.selection, self.passes[index].indices, self.images))
 
 
 class Extraction(L.LightningModule):
@@ -143,11 +119,14 @@ class Extraction(L.LightningModule):
         target: Checkpoint folder of the target, or its name under checkpoints/.
         source: "images" encodes the dataset's images; "self-distill" lets the target draw images for its captions.
         guidance: Keep the unconditional branch too, as a head that decodes with guidance needs.
+        null_fraction: Without guidance, this share of the samples gets the null caption (LANTERN: 0.1).
         sampling: How the target draws its images for "self-distill"; its guidance may differ from decoding's.
-        seed: Of those images; image i is a function of (caption, seed, i).
+        seed: Of those images, image i being a function of (caption, seed, i), and of which captions are null.
         dtype: Of the target's weights; auto is bfloat16 where the hardware has it.
-        cache_dtype: Of the stored hidden states.
+        cache_dtype: Of the stored hidden states; int8 and float8 (scaled per token and channel) take half of bfloat16.
         samples_per_shard: A finished shard survives an interruption.
+        max_bad_fraction: Stop where more of the items cannot be used; fewer are skipped and listed in skipped.jsonl.
+        dry_run: Say how much there is to extract and how large it will be, and stop.
     """
 
     def __init__(
@@ -156,56 +135,51 @@ class Extraction(L.LightningModule):
         target: str = "checkpoints/emoji/target",
         source: Literal["images", "self-distill"] = "images",
         guidance: bool = True,
+        null_fraction: float = 0.0,
         sampling: Sampling | None = None,
         seed: int = 0,
         dtype: str = "auto",
-        cache_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+        cache_dtype: Literal["bfloat16", "float16", "float32", "int8", "float8"] = "bfloat16",
         samples_per_shard: int = 64,
+        max_bad_fraction: float = 0.01,
+        dry_run: bool = False,
     ) -> None:
         super().__init__()
         if cache_dtype not in DTYPES:
             raise ValueError(f"cache_dtype is {cache_dtype!r}; choose one of {', '.join(DTYPES)}")
         if samples_per_shard < 1:
             raise ValueError(f"samples_per_shard is {samples_per_shard}, but must be >= 1")
-        if sampling is not None and source != "self-distill":
-            raise ValueError('sampling decides how the target draws images; give it with source "self-distill" only')
-        self.folder, self.target_folder, self.source, self.guidance = Path(cache), target, source, guidance
-        self.sampling, self.seed, self.target_dtype = sampling or Sampling(), seed, dtype
-        self.cache_dtype, self.samples_per_shard = cache_dtype, samples_per_shard
+        if not 0 <= max_bad_fraction <= 1:
+            raise ValueError(f"max_bad_fraction is {max_bad_fraction}, but must be in [0, 1]")
+        self.folder, self.target_folder, self.source = Path(cache), target, source
+        self.how = {"guidance": guidance, "null_fraction": null_fraction, "sampling": sampling, "seed": seed}
+        self.target_dtype, self.cache_dtype, self.samples_per_shard = dtype, cache_dtype, samples_per_shard
+        self.max_bad_fraction, self.dry_run = max_bad_fraction, dry_run
         self.pending: list[CachedSample] = []
-        self.checked = False
+        self.skipped: list[Skipped] = []  # of the pending shard
+        self.bad: list[Skipped] = []  # of all shards of this process
 
     def setup(self, stage: str) -> None:
         """Load the target and open the cache; raises ValueError where the folder was begun with other settings."""
         if stage != "predict":
             raise ValueError("extraction is a pass without training; run coolsd extract")
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        selection = self.trainer.datamodule.selection  # type: ignore[attr-defined]
         self.target = load_target(self.target_folder, str(self.trainer.strategy.root_device), self.target_dtype)
-        if self.source == "images" and self.target.image_tokenizer is None:
-            raise ValueError(f"{self.target_folder} has no image tokenizer beside it, so it cannot encode images")
-        prompt = self.target.encode([data.dataset[0]["caption"]], self.guidance)
-        how: dict[str, Any] = {"source": self.source, "target_dtype": str(self.target.dtype).removeprefix("torch.")}
-        if self.source == "self-distill":
-            how |= {"sampling": asdict(self.sampling), "seed": self.seed}
-        self.settings = CacheSettings(
-            target=self.target.fingerprint,
-            dataset=data.fingerprint(),
-            hidden_size=self.target.hidden_size,
-            prompt_slots=prompt.mask.shape[-1],
-            image_tokens=self.target.image_tokens,
-            codebook_size=self.target.codebook_size,
-            branches=prompt.branches,
-            samples=len(data.chosen),
-            samples_per_shard=self.samples_per_shard,
-            dtype=self.cache_dtype,
-            context="context" in prompt.inputs,
-            settings=how,
+        self.states = States(self.target, self.source, **self.how)
+        self.settings = self.states.settings(selection, self.samples_per_shard, self.cache_dtype)
+        each, samples = self.settings.bytes_per_sample, self.settings.samples
+        rank_zero_info(
+            f"{samples} samples of up to {each / 1e6:.2f} MB: up to {samples * each / 1e9:.2f} GB in "
+            f"{self.settings.shards} shards of {self.cache_dtype}"
         )
+        if self.dry_run:
+            raise SystemExit(0)
         self.writer = FeatureCacheWriter(self.folder, self.settings)
         if self.trainer.is_global_zero:
             self.writer.lock()
-        size = self.settings.samples * self.settings.bytes_per_sample
-        rank_zero_info(f"{self.settings.samples} samples, up to {size / 1e6:.0f} MB in {self.settings.shards} shards")
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [Throughput()]
 
     def unfinished(self) -> list[int]:
         """Shards still to write, the same list in every process; each looks at its share."""
@@ -221,34 +195,30 @@ class Extraction(L.LightningModule):
 
     def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> int:
         """Returns how many samples it kept; their states went to the cache."""
-        prompt = self.target.encode(batch.captions, self.guidance)
-        tokens = self._tokens(batch)
-        output = self.target.forced(prompt, tokens)
-        if not self.checked:
-            self._check_states(output)
+        samples = self.states(batch.images, batch.captions, batch.kept) if batch.kept else []
         if batch.of.shard is None:
             return 0
-        caption = torch.full(prompt.mask.shape, -1, device=tokens.device)
-        ids = torch.cat([caption, tokens[:, None].expand(-1, prompt.branches, -1)], dim=-1)  # [B, G, P + T]
-        held = torch.cat([prompt.mask, torch.ones_like(ids[..., prompt.mask.shape[-1] :], dtype=torch.bool)], dim=-1)
-        hidden, ids, held = output.hidden_states.cpu(), ids.cpu(), held.cpu()
-        context = prompt.inputs["context"].cpu() if self.settings.context else None
-        self.pending += [
-            CachedSample(
-                words,
-                tuple(hidden[b, g][held[b, g]] for g in range(prompt.branches)),
-                tuple(ids[b, g][held[b, g]] for g in range(prompt.branches)),
-                None if context is None else context[b],
-            )
-            for b, words in enumerate(batch.captions)
-        ]
+        self.pending += samples
+        self.skipped += batch.skipped
+        self._refuse_too_many_bad_ones()
         if batch.of.last:
-            self.writer.write_shard(batch.of.shard, self.pending)
-            self.pending = []
-        return len(batch.captions)
+            self.writer.write_shard(batch.of.shard, self.pending, self.skipped)
+            self.bad += self.skipped
+            self.pending, self.skipped = [], []
+        return len(samples)
+
+    def _refuse_too_many_bad_ones(self) -> None:
+        bad = self.bad + self.skipped
+        if len(bad) > self.max_bad_fraction * self.settings.samples:
+            raise ValueError(
+                f"{len(bad)} of {self.settings.samples} items cannot be used: {self.writer.list_skipped(bad)}; raise "
+                f"--model.max_bad_fraction above {self.max_bad_fraction:g} to go on without them"
+            )
 
     def teardown(self, stage: str) -> None:
         """After all processes are done, the first writes the target's ends and the manifest."""
+        if self.dry_run:
+            return
         self.trainer.strategy.barrier()
         if self.trainer.is_global_zero:
             try:
@@ -256,31 +226,6 @@ class Extraction(L.LightningModule):
                 cache = self.writer.finish()
             finally:
                 self.writer.release()
-            rank_zero_info(f"feature cache {self.folder}: {len(cache)} samples, {cache.bytes / 1e6:.1f} MB")
+            left_out = f", {sum(cache.skipped.values())} skipped ({cache.skipped})" if cache.skipped else ""
+            rank_zero_info(f"feature cache {self.folder}: {len(cache)} samples, {cache.bytes / 1e6:.1f} MB{left_out}")
         self.trainer.strategy.barrier()
-
-    def _tokens(self, batch: CaptionedBatch) -> Tensor:
-        """Image tokens [B, T] of the batch."""
-        if self.source == "images":
-            assert batch.images is not None
-            return self.target.encode_images(batch.images.to(self.target.device))
-        from coolsd.decode import generate
-
-        drawn = generate(
-            self.target,
-            batch.captions,
-            sampling=self.sampling,
-            seed=self.seed,
-            rows=batch.of.indices,
-            decode_images=False,
-        )
-        return drawn.tokens
-
-    def _check_states(self, output: TargetOutput) -> None:
-        """The stored states must give the target's logits again, else a head trained on them is worthless."""
-        first = output.hidden_states.shape[2] - output.logits.shape[2] - 1  # slot whose state gives token 0
-        again = output.hidden_states[:, :, first:-1] @ self.target.ends()["lm_head"].T
-        error = (again - output.logits).float().norm() / output.logits.float().norm()
-        if not error < 0.02:
-            raise ValueError(f"the target's hidden states do not give its logits (relative error {error:.3f})")
-        self.checked = True
