@@ -31,13 +31,14 @@ from torch.utils.data import Dataset
 
 from data.states import BadItem
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none that runs another program
+Image.init()
+KNOWN = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none that runs another program
+FORMATS = tuple(name for name in KNOWN if name in Image.OPEN)
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img")
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentences", "prompt")
-Image.init()  # all formats are known, whatever was opened first
 LARGEST_FILE = 1 << 30  # bytes of an image, or of a caption file
 
 

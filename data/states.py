@@ -75,7 +75,11 @@ class Selection:
             return own if len(self) == len(self.dataset) else f"{own}[:{len(self)}]"
         digest = hashlib.sha256()
         for i in range(16):
-            image, caption = self.read(i * (len(self) - 1) // 15)
+            try:
+                image, caption = self.read(i * (len(self) - 1) // 15)
+            except BadItem as bad:
+                digest.update(str(bad).encode(errors="replace"))
+                continue
             assert image is not None
             digest.update(caption.encode(errors="replace"))
             digest.update(image.contiguous().numpy().tobytes())

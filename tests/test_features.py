@@ -1,7 +1,9 @@
 """Feature caches: what is written is what is read, an interruption costs nothing, and a broken file is told by name."""
 
 import json
+import multiprocessing
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +15,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from coolsd.checkpoint import sha256
 from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
-from coolsd.sampling import Sampling
+from coolsd.sampling import Sampling, counter_uniforms
 from coolsd.targets import load_target
 from data.features import CachedSample, CacheSettings, FeatureCache, FeatureCacheWriter, main
-from data.loader import EpochSampler, FeatureModule, pairs
+from data.loader import EpochSampler, FeatureModule, OnlineFeatures, pairs
+from data.states import BadItem, Selection
 from training.callbacks import AcceptedLength
 from training.cli import CheckpointsExist, extract
 from training.draft import DraftTraining
@@ -27,7 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = CacheSettings(
     "toy@1", "numbers", 4, 3, 5, 7, 2, samples=10, samples_per_shard=4, settings={"source": "images"}
 )
-ENDS = {"embedding": torch.randn(7, 4), "lm_head": torch.randn(7, 4), "rope": torch.zeros(8, 1, 2)}
+
+
+def ends(size):
+    return {"embedding": torch.randn(7, size), "lm_head": torch.randn(7, size), "rope": torch.zeros(8, 1, 2)}
+
+
+ENDS = ends(4)
 
 
 def sample(index):
@@ -43,7 +53,7 @@ def write(folder, settings=SETTINGS, shards=None, change=lambda index, sample: s
     writer = FeatureCacheWriter(folder, settings)
     for shard in range(settings.shards) if shards is None else shards:
         writer.write_shard(shard, [change(i, sample(i)) for i in settings.samples_of(shard)])
-    writer.write_ends(ENDS)
+    writer.write_ends(ENDS if settings.hidden_size == 4 else ends(settings.hidden_size))
     return writer
 
 
@@ -490,6 +500,156 @@ def test_the_target_can_draw_the_images_itself(checkpoint, tmp_path):
     cache, target = FeatureCache(tmp_path), load_target(checkpoint, "cpu", "float32")
     drawn = generate(target, [cache[6].caption], sampling=Sampling(guidance=2.0), rows=[6], decode_images=False)
     assert torch.equal(cache[6].token_ids[0][-16:].long(), drawn.tokens[0])
+
+
+def test_a_dry_run_says_the_size_and_writes_nothing(checkpoint, tmp_path, capfd):
+    with pytest.raises(SystemExit) as left:
+        extract(arguments(checkpoint, tmp_path / "cache", "--model.dry_run", "true"))
+    assert not left.value.code and not list(tmp_path.iterdir())
+    assert "10 samples of up to 0.0" in capfd.readouterr().out
+
+
+def test_a_share_of_the_captions_is_null(checkpoint, tmp_path):
+    more = ["--model.guidance", "false", "--model.null_fraction", "0.4"]
+    extract(arguments(checkpoint, tmp_path, *more))
+    cache, target = FeatureCache(tmp_path), load_target(checkpoint, "cpu", "float32")
+    assert cache.settings.branches == 1 and cache.settings.settings["null_fraction"] == 0.4
+    branches = []
+    for index in range(10):
+        found = cache[index]
+        prompt = target.encode([found.caption], guidance=True)
+        output = target.forced(prompt, found.token_ids[0][-16:].long()[None]).hidden_states[0, :, -16:]
+        near = [torch.allclose(found.hidden_states[0][-16:], output[g], atol=1e-4) for g in range(2)]
+        assert sum(near) == 1
+        branches.append(near.index(True))
+    chance = counter_uniforms(0, torch.arange(10), 0, 1, 1)[0, :, 0]
+    assert branches == (chance < 0.4).long().tolist() and 0 < sum(branches) < 10
+    with pytest.raises(ValueError, match="null_fraction goes with guidance false"):
+        extract(arguments(checkpoint, tmp_path / "x", "--model.null_fraction", "0.1"))
+
+
+@pytest.mark.parametrize(
+    ("states", "more"),
+    [
+        ({}, []),
+        ({"guidance": False, "null_fraction": 0.4}, ["--model.guidance", "false", "--model.null_fraction", "0.4"]),
+        ({"source": "self-distill", "draw_seed": 3}, ["--model.source", "self-distill", "--model.seed", "3"]),
+    ],
+)
+def test_online_features_are_those_of_a_cache(checkpoint, tmp_path, states, more):
+    extract(arguments(checkpoint, tmp_path, *more))
+    same = {"batch_size": 3, "held_out": 0.2, "seed": 5}
+    cached = FeatureModule(str(tmp_path), **same)
+    online = OnlineFeatures(target=str(checkpoint), dtype="float32", limit=10, **same, **states)
+    for module in (cached, online):
+        module.setup("fit")
+    assert online.held_out_captions(2) == cached.held_out_captions(2)
+    for name, tensor in cached.cache.ends().items():
+        assert torch.equal(online.cache.ends()[name].to(tensor.dtype), tensor)
+    ours, theirs = online.cache.settings, cached.cache.settings
+    assert replace(ours, samples_per_shard=theirs.samples_per_shard) == theirs
+    for loader in ("train_dataloader", "val_dataloader"):
+        batches = list(zip(getattr(cached, loader)(), getattr(online, loader)(), strict=True))
+        assert batches
+        for one, other in batches:
+            assert one.keys() == other.keys() and one["captions"] == other["captions"]
+            for name in one.keys() - {"captions"}:
+                torch.testing.assert_close(other[name], one[name], rtol=1e-5, atol=1e-5)
+
+
+def test_online_features_leave_out_what_a_cache_leaves_out(checkpoint, tmp_path):
+    class Words(torch.utils.data.Dataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            if index % 4 == 1:
+                raise BadItem("empty caption", "", f"item {index}")
+            return {"image": torch.full((3, 64, 64), 20 * index, dtype=torch.uint8), "caption": f"a b {index}"}
+
+    online = OnlineFeatures(Words(), str(checkpoint), dtype="float32", batch_size=2)
+    online.setup("fit")
+    kept = [index for index in Selection(Words(), None).chosen if index % 4 != 1]
+    assert [online.cache[i].caption for i in range(len(online.cache))] == [f"a b {index}" for index in kept]
+
+
+# -------------------------------------------------------------------------------------------- scaled storage
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("int8", 0.01), ("float8", 0.04)])
+def test_scaled_states_come_back_within_their_error(tmp_path, rng, dtype, error):
+    settings = replace(SETTINGS, dtype=dtype, hidden_size=64, context=True)
+    channels = torch.logspace(-2, 2, 64)  # some channels of a transformer are far larger than others
+
+    def states(index, found):
+        sizes = (0.1, 10.0)  # as tokens may be
+        hidden = tuple(
+            size * channels * torch.randn(len(ids), 64, generator=rng)
+            for size, ids in zip(sizes, found.token_ids, strict=True)
+        )
+        context = channels * torch.randn(2, settings.image_tokens + 1, 64, generator=rng)
+        made.append(replace(found, hidden_states=hidden, context=context))
+        return made[-1]
+
+    made = []
+    cache = write(tmp_path, settings, change=states).finish()
+    cache.verify()
+    apart = []
+    for index, original in enumerate(made):
+        found = cache[index]
+        assert {states.dtype for states in (*found.hidden_states, found.context)} == {torch.bfloat16}
+        for ours, theirs in zip(found.hidden_states, original.hidden_states, strict=True):
+            apart.append((ours.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1))
+        assert (found.context.float() - original.context).norm() < error * original.context.norm()
+    mean = float(torch.cat(apart).mean())
+    assert 0.1 * error < mean < error and abs(cache.relative_error - mean) < 0.2 * error
+    assert cache.bytes < 0.75 * write(tmp_path / "b", replace(settings, dtype="bfloat16"), change=states).finish().bytes
+
+
+def test_a_state_of_zeros_stays_zero(tmp_path):
+    zeros = lambda index, found: replace(found, hidden_states=tuple(0 * h for h in found.hidden_states))  # noqa: E731
+    cache = write(tmp_path, replace(SETTINGS, dtype="int8"), change=zeros).finish()
+    assert not any(states.any() for states in cache[3].hidden_states)
+
+
+# ---------------------------------------------------------------------------------------------- many processes
+
+
+def extract_quietly(command):
+    torch.set_num_threads(1)
+    extract(command)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(checkpoint, tmp_path):
+    """20 kills at random moments of an extraction, each of which goes on where the last one died, then a whole run."""
+    context = multiprocessing.get_context("forkserver")  # children of a process that has imported everything already
+    context.set_forkserver_preload(["tests.test_features", "lightning"])
+    many = ["--model.samples_per_shard", "5", "--data.batch_size", "1", "--data.limit", "201"]
+    command = arguments(checkpoint, tmp_path / "cache", *many)
+    chance, alive, readable = random.Random(0), 0, 0
+    for _ in range(20):
+        process = context.Process(target=extract_quietly, args=(command,))
+        process.start()
+        goal = len(hashes(tmp_path / "cache")) + chance.randint(0, 3)
+        while process.is_alive() and (
+            len(hashes(tmp_path / "cache")) < goal or not (tmp_path / "cache" / "settings.json").exists()
+        ):
+            process.join(0.01)
+        process.join(chance.uniform(0, 0.1))  # anywhere within a shard
+        alive += process.is_alive()
+        process.kill()
+        process.join()
+        for path in (tmp_path / "cache").glob("shard-*.sha256"):  # a reader amid it: what counts is whole
+            digest, name = path.read_text().split()
+            readable += sha256(path.with_name(name)) == digest
+    for whole in (command, arguments(checkpoint, tmp_path / "straight", *many)):
+        process = context.Process(target=extract_quietly, args=(whole,))
+        process.start()
+        process.join()
+    assert alive > 10 and readable > 20
+    assert hashes(tmp_path / "cache") == hashes(tmp_path / "straight") and len(hashes(tmp_path / "cache")) == 41
+    assert not list((tmp_path / "cache").glob(".*.part"))
 
 
 @pytest.mark.slow

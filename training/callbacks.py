@@ -62,7 +62,12 @@ class AcceptedLength(L.Callback):
 
 
 class Throughput(L.Callback):
-    """Samples and tokens a second and what is on the disk already, of all processes, in the bar of an extraction."""
+    """Samples and tokens a second and what is on the disk already, of all processes, in the bar of an extraction.
+    Where it breaks off, the cache's lock is let go of."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        if hasattr(pl_module, "writer"):
+            pl_module.writer.release()
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.began, self.samples = time.monotonic(), 0
@@ -71,7 +76,7 @@ class Throughput(L.Callback):
         self, trainer: L.Trainer, pl_module: Any, outputs: int, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self.samples += outputs * trainer.world_size
-        bar = trainer.progress_bar_callback
+        bar: Any = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None and bar.predict_progress_bar_id is not None:
             rate = self.samples / (time.monotonic() - self.began)
             tokens = rate * pl_module.settings.image_tokens * pl_module.settings.branches

@@ -168,10 +168,11 @@ class Extraction(L.LightningModule):
         self.states = States(self.target, self.source, **self.how)
         self.settings = self.states.settings(selection, self.samples_per_shard, self.cache_dtype)
         each, samples = self.settings.bytes_per_sample, self.settings.samples
-        rank_zero_info(
-            f"{samples} samples of up to {each / 1e6:.2f} MB: up to {samples * each / 1e9:.2f} GB in "
-            f"{self.settings.shards} shards of {self.cache_dtype}"
-        )
+        if self.trainer.is_global_zero:
+            print(
+                f"{samples} samples of up to {each / 1e6:.2f} MB: up to {samples * each / 1e9:.2f} GB in "
+                f"{self.settings.shards} shards of {self.cache_dtype}"
+            )
         if self.dry_run:
             raise SystemExit(0)
         self.writer = FeatureCacheWriter(self.folder, self.settings)
