@@ -309,7 +309,7 @@ class _Online:
         return self.states(images, captions, kept)
 
     def ends(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in self.states.target.ends().items()}
+        return self.states.ends
 
 
 def _as_is(batch: Batch) -> Batch:

@@ -132,10 +132,12 @@ class States:
             raise ValueError(f"{target.fingerprint} has no image tokenizer beside it, so it cannot encode images")
         self.target, self.source, self.guidance, self.null_fraction = target, source, guidance, null_fraction
         self.sampling, self.seed = sampling or Sampling(), seed
+        self.ends = {name: tensor.detach().cpu() for name, tensor in target.ends().items()}
         self.checked = False
 
     def settings(self, selection: Selection, samples_per_shard: int, dtype: str) -> CacheSettings:
-        prompt = self.prompt([selection.some_caption()], [0])
+        self.caption = selection.some_caption()
+        prompt = self.prompt([self.caption], [0])
         how: dict[str, Any] = {"source": self.source, "target_dtype": str(self.target.dtype).removeprefix("torch.")}
         if self.source == "self-distill":
             how |= {"sampling": asdict(self.sampling), "seed": self.seed}
@@ -189,6 +191,14 @@ class States:
             for b, words in enumerate(captions)
         ]
 
+    def idle(self) -> list[CachedSample]:
+        """A pass without a sample: where weights are sharded, all processes must take part in each."""
+        tokens = torch.zeros(1, self.target.image_tokens, dtype=torch.long, device=self.target.device)
+        if self.source == "self-distill":
+            tokens = self._tokens(None, [self.caption], [0])
+        self.target.forced(self.prompt([self.caption], [0]), tokens)
+        return []
+
     def _tokens(self, images: Tensor | None, captions: Sequence[str], indices: Sequence[int]) -> Tensor:
         """Image tokens [B, T] of the batch."""
         if images is not None:
@@ -210,7 +220,7 @@ class States:
     def _check(self, output: TargetOutput) -> None:
         """The stored states must give the target's logits again, else a head trained on them is worthless."""
         first = output.hidden_states.shape[2] - output.logits.shape[2] - 1  # slot whose state gives token 0
-        again = output.hidden_states[:, :, first:-1] @ self.target.ends()["lm_head"].T
+        again = output.hidden_states[:, :, first:-1] @ self.ends["lm_head"].to(output.hidden_states).T
         error = (again - output.logits).float().norm() / output.logits.float().norm()
         if not error < 0.02:
             raise ValueError(f"the target's hidden states do not give its logits (relative error {error:.3f})")

@@ -653,13 +653,21 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(checkpoint
 
 
 @pytest.mark.slow
-def test_two_processes_extract_equal_shards(checkpoint, tmp_path):
-    """With one thread each: float32 sums depend on how many threads share them."""
-    for devices, strategy in ((1, "auto"), (2, "ddp")):
-        command = [sys.executable, "-m", "coolsd.cli", "extract", *arguments(checkpoint, tmp_path / str(devices))]
-        command += ["--trainer.devices", str(devices), "--trainer.strategy", strategy]
+def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(checkpoint, tmp_path):
+    """With one thread each: float32 sums depend on how many threads share them. 65 samples: an odd number of passes."""
+    zero = ["training.strategies.DeepSpeedCPUStrategy", "--trainer.strategy.stage", "3"]
+    runs = [("one", 1, ["auto"], ()), ("ddp", 2, ["ddp"], ()), ("zero", 2, zero, ()),
+            ("begun", 1, ["auto"], ("--trainer.limit_predict_batches", "9")), ("begun", 2, zero, ())]  # fmt: skip
+    for name, devices, strategy, more in runs:
+        command = [sys.executable, "-m", "coolsd.cli", "extract", *arguments(checkpoint, tmp_path / name)]
+        command += ["--trainer.devices", str(devices), "--trainer.strategy", *strategy, "--data.limit", "65", *more]
         threads = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=threads)
-        assert done.returncode == 0, done.stderr[-3000:]
-    assert hashes(tmp_path / "2") == hashes(tmp_path / "1")
-    FeatureCache(tmp_path / "2").verify()
+        assert (done.returncode == 0) == (not more), done.stderr[-3000:]
+        if more:
+            assert 0 < len(hashes(tmp_path / name)) < 17
+        else:
+            FeatureCache(tmp_path / name).verify()
+    assert len(hashes(tmp_path / "one")) == 17
+    for name in ("ddp", "zero", "begun"):
+        assert hashes(tmp_path / name) == hashes(tmp_path / "one")

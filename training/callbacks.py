@@ -73,9 +73,9 @@ class Throughput(L.Callback):
         self.began, self.samples = time.monotonic(), 0
 
     def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: int, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.samples += outputs * trainer.world_size
+        self.samples += outputs["samples"] * trainer.world_size
         bar: Any = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None and bar.predict_progress_bar_id is not None:
             rate = self.samples / (time.monotonic() - self.began)

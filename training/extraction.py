@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -30,6 +30,7 @@ from data.features import DTYPES, CachedSample, CacheSettings, FeatureCacheWrite
 from data.loader import EpochSampler
 from data.states import Selection, States, read_batch
 from training.callbacks import Throughput
+from training.strategies import make_shardable
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,17 @@ class Pass:
     last: bool
 
 
-@dataclass(frozen=True)
 class CaptionedBatch:
-    """images uint8 [B, 3, h, w], or None where the target draws them; B captions; their indices; what was skipped."""
+    """images uint8 [B, 3, h, w], or None where the target draws them; B captions; their indices; what was skipped.
 
-    of: Pass
-    images: Tensor | None
-    captions: tuple[str, ...]
-    kept: tuple[int, ...]
-    skipped: tuple[Skipped, ...]
+    No dataclass: Lightning would look for tensors in it, and refuse frozen ones.
+    """
+
+    def __init__(
+        self, of: Pass, images: Tensor | None, captions: tuple[str, ...], kept: tuple[int, ...],
+        skipped: tuple[Skipped, ...],
+    ) -> None:  # fmt: skip
+        self.of, self.images, self.captions, self.kept, self.skipped = of, images, captions, kept, skipped
 
 
 def plan(unfinished: Sequence[int], settings: CacheSettings, batch_size: int, rank: int, world_size: int) -> list[Pass]:
@@ -164,7 +167,9 @@ class Extraction(L.LightningModule):
         if stage != "predict":
             raise ValueError("extraction is a pass without training; run coolsd extract")
         selection = self.trainer.datamodule.selection  # type: ignore[attr-defined]
-        self.target = load_target(self.target_folder, str(self.trainer.strategy.root_device), self.target_dtype)
+        sharded = getattr(self.trainer.strategy, "zero_stage_3", False)  # then DeepSpeed moves each process's share
+        device = "cpu" if sharded else str(self.trainer.strategy.root_device)
+        self.target = load_target(self.target_folder, device, self.target_dtype)
         self.states = States(self.target, self.source, **self.how)
         self.settings = self.states.settings(selection, self.samples_per_shard, self.cache_dtype)
         each, samples = self.settings.bytes_per_sample, self.settings.samples
@@ -178,6 +183,14 @@ class Extraction(L.LightningModule):
         self.writer = FeatureCacheWriter(self.folder, self.settings)
         if self.trainer.is_global_zero:
             self.writer.lock()
+        if sharded:
+            self._shard()
+
+    def _shard(self) -> None:
+        make_shardable(self.target)
+        config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
+        if self.target.dtype != torch.float32:  # else DeepSpeed makes them float32
+            config[{torch.bfloat16: "bf16", torch.float16: "fp16"}[self.target.dtype]] = {"enabled": True}
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [Throughput()]
@@ -194,11 +207,11 @@ class Extraction(L.LightningModule):
         rank_zero_info(f"{self.settings.shards - len(missing)} of {self.settings.shards} shards are finished already")
         return missing
 
-    def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> int:
-        """Returns how many samples it kept; their states went to the cache."""
-        samples = self.states(batch.images, batch.captions, batch.kept) if batch.kept else []
+    def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> dict[str, int]:
+        """Returns how many samples it kept (in a dict, for DeepSpeed); their states went to the cache."""
+        samples = self.states(batch.images, batch.captions, batch.kept) if batch.kept else self.states.idle()
         if batch.of.shard is None:
-            return 0
+            return {"samples": 0}
         self.pending += samples
         self.skipped += batch.skipped
         self._refuse_too_many_bad_ones()
@@ -206,7 +219,7 @@ class Extraction(L.LightningModule):
             self.writer.write_shard(batch.of.shard, self.pending, self.skipped)
             self.bad += self.skipped
             self.pending, self.skipped = [], []
-        return len(samples)
+        return {"samples": len(samples)}
 
     def _refuse_too_many_bad_ones(self) -> None:
         bad = self.bad + self.skipped
@@ -223,7 +236,7 @@ class Extraction(L.LightningModule):
         self.trainer.strategy.barrier()
         if self.trainer.is_global_zero:
             try:
-                self.writer.write_ends(self.target.ends())
+                self.writer.write_ends(self.states.ends)
                 cache = self.writer.finish()
             finally:
                 self.writer.release()

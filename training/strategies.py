@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
 
 
 class DeepSpeedCPUStrategy(DeepSpeedStrategy):
@@ -22,7 +23,7 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
     DeepSpeed builds one small operator on first use, with the C++ compiler and ninja (pip install coolsd[test]).
 
     Args:
-        stage: 1 (shards the optimizer's state) or 2 (gradients too).
+        stage: 1 (shards the optimizer's state), 2 (gradients too) or 3 (weights too; `coolsd extract` takes it).
         bucket_size: Elements reduced at once; small models need little.
         config: A DeepSpeed config (dict or JSON file) that replaces all of the above.
     """
@@ -44,6 +45,8 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
             process_group_backend="gloo",
             logging_level=30,
         )
+        if stage == 3 and isinstance(self.config, dict) and config is None:
+            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # small weights, too
 
     @property
     def root_device(self) -> torch.device:
@@ -56,3 +59,17 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+
+def make_shardable(model: nn.Module) -> None:
+    """Frozen weights that ZeRO stage 3 may shard: it gathers those of a module that is called, and for as long.
+
+    Packed copies are dropped. Weights of a module that has parts, which it may read without being called itself,
+    become buffers, whole in every process.
+    """
+    model.train().eval()
+    for module in model.modules():
+        if next(module.children(), None) is not None:
+            for name, weight in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
+                module.register_buffer(name, weight.detach())

@@ -156,7 +156,8 @@ class LlamaGen(nn.Module):
         features, mask = self.caption_encoder(captions, self.config.prompt_slots)
         features, mask = features.to(self.device), mask.to(self.device)
         if self.config.classes:
-            features, null = self.class_embedding(features.flatten(1)), self.class_embedding.weight[-1:]
+            features = self.class_embedding(features.flatten(1))
+            null = self.class_embedding(torch.tensor([self.config.classes], device=self.device))
         else:
             features, null = features.to(self.dtype), self.null_caption
         branches = [features, null.expand_as(features)] if guidance else [features]
