@@ -6,8 +6,11 @@ Image number `row` is a function of (caption, seed, row) alone, so batches can b
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
+import random
 import re
 import time
 import unicodedata
@@ -178,14 +181,40 @@ def load_image_target(folder: str, device: str, dtype: str, compile: bool) -> An
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Captions of a UTF-8 file, one a line; blank lines are ignored."""
+    """Captions of a UTF-8 file. Blank ones are ignored.
+
+    .json: MS-COCO's captions, one of each image, images and captions chosen at random but always in the same way. .tsv:
+    the column Prompt of a table, as PartiPrompts has it. Anything else: one a line.
+    """
     try:
-        lines = path.read_text("utf-8-sig").splitlines()
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    if path.suffix == ".json":
+        lines = _coco_captions(text, path)
+    elif path.suffix == ".tsv":
+        rows = list(csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))
+        if rows and "Prompt" not in rows[0]:
+            raise ValueError(f"{path} has no column Prompt; its columns are {', '.join(rows[0])}")
+        lines = [row["Prompt"] or "" for row in rows]
+    else:
+        lines = text.splitlines()
     if not (captions := [line.strip() for line in lines if line.strip()]):
         raise ValueError(f"{path} holds no caption; write one a line")
     return captions
+
+
+def _coco_captions(text: str, path: Path) -> list[str]:
+    try:
+        of_images: dict[int, list[str]] = {}
+        for entry in json.loads(text)["annotations"]:
+            of_images.setdefault(int(entry["image_id"]), []).append(str(entry["caption"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no caption file of MS-COCO: {type(error).__name__} {error}") from None
+    chance = random.Random(0)
+    images = sorted(of_images)
+    chance.shuffle(images)
+    return [" ".join(chance.choice(of_images[image]).split()) for image in images]
 
 
 def checkpoint_name(folder: str) -> str:

@@ -313,7 +313,8 @@ def _open(source: str, annotations: str | None, split: str, streaming: bool) -> 
     ending = path.suffix.lower()
     if ending in FILES and (path.exists() or "*" in source):
         return _loaded(source, split, streaming, path=FILES[ending], data_files={split: source})
-    if path.exists() or source.startswith((".", "/", "~")):
+    local = path.exists() or source.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
+    if local:  # not a name to ask the hub for
         raise ValueError(f"{source} is no folder and no file of {', '.join(FILES)}")
     return _loaded(source, split, streaming, path=source)
 

@@ -130,6 +130,24 @@ def test_prompt_files_are_utf_8_and_blank_lines_are_ignored(tmp_path):
         generate_images.read_prompts(file)
 
 
+def test_prompts_come_from_published_files_too(tmp_path):
+    words = [{"image_id": i % 40, "caption": f"image {i % 40}\n wording {i // 40} "} for i in range(120)]
+    (tmp_path / "captions.json").write_text(json.dumps({"annotations": words}))
+    found = generate_images.read_prompts(tmp_path / "captions.json")
+    assert found == generate_images.read_prompts(tmp_path / "captions.json")
+    assert sorted(line.split(" wording ")[0] for line in found) == sorted(f"image {i}" for i in range(40))
+    assert [line.split()[1] for line in found] != sorted((line.split()[1] for line in found), key=int)
+    assert {line[-1] for line in found} == {"0", "1", "2"}
+    (tmp_path / "parti.tsv").write_text('Prompt\tCategory\n"a" quote\tA\n\tB\nbirds\tC\n')
+    assert generate_images.read_prompts(tmp_path / "parti.tsv") == ['"a" quote', "birds"]
+    (tmp_path / "parti.tsv").write_text("Words\tCategory\na\tA\n")
+    with pytest.raises(ValueError, match="no column Prompt; its columns are Words, Category"):
+        generate_images.read_prompts(tmp_path / "parti.tsv")
+    (tmp_path / "captions.json").write_text('{"annotations": [{"image_id": 1}]}')
+    with pytest.raises(ValueError, match="no caption file of MS-COCO: KeyError"):
+        generate_images.read_prompts(tmp_path / "captions.json")
+
+
 def test_mistakes_are_one_sentence(options, tmp_path, capsys):
     out = ["--out", str(tmp_path / "none"), *options]
     mistakes = {

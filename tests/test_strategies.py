@@ -15,7 +15,7 @@ from coolsd.transformer import grid_rope
 from data.features import CachedSample, CacheSettings, FeatureCacheWriter
 
 ROOT = Path(__file__).resolve().parent.parent
-OVERLAY = ROOT / "recipes" / "emoji" / "deepspeed-cpu.yaml"
+OVERLAY = ROOT / "recipes" / "strategies" / "cpu_deepspeed.yaml"
 RECIPE = """
 model: {class_path: training.draft.DraftTraining, init_args: {noise: 0.0, warmup_steps: 2, intermediate_size: 32}}
 data: {class_path: data.loader.FeatureModule, init_args: {cache: CACHE, held_out: 0.2}}

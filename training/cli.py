@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from coolsd.checkpoint import save_checkpoint
 from coolsd.cli import argument_parser, explain, option_names
@@ -99,10 +100,13 @@ class CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
+        except MisconfigurationException as error:
+            raise ValueError(f"this machine or these trainer options do not fit: {error}") from None
         except ValueError as error:  # jsonargparse buries what a model or data module refuses in a list of types
-            if isinstance(error.__cause__, Exception) and "Union subtypes" in str(error):
-                raise error.__cause__ from None
-            raise
+            found: BaseException = error
+            while "Union subtypes" in str(found) and isinstance(found.__cause__, Exception):
+                found = found.__cause__
+            raise found from None
 
     def before_fit(self) -> None:
         config = self.config[self.subcommand]
