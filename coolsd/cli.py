@@ -34,6 +34,7 @@ COMMANDS = {  # name: (module:function, what it does)
     "captions": ("coolsd.encode_captions:main", "T5 features of captions, made once for a LlamaGen target"),
     "convert": ("coolsd.convert:main", "LlamaGen's, LANTERN's and EAGLE's checkpoints -> our folders, and back"),
     "bench": ("coolsd.bench:main", "milliseconds of each part of a decoding step"),
+    "throughput": ("training.throughput:main", "what extraction and the loader add to the passes they feed"),
     "cache": ("data.features:main", "info, verify and merge: look into feature caches, check their bytes, mix them"),
 }
 
@@ -48,7 +49,7 @@ ALLOCATOR = {
 }
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 PROCESS_SETTINGS = {
-    **dict.fromkeys(("fit", "extract", "validate", "test"), ALLOCATOR | THREADS),
+    **dict.fromkeys(("fit", "extract", "validate", "test", "throughput"), ALLOCATOR | THREADS),
     **dict.fromkeys(("quickstart", "generate", "evaluate", "calibrate", "bench"), ALLOCATOR),
 }
 

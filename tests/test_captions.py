@@ -202,10 +202,10 @@ def test_extraction_skips_counts_and_lists(hostile, checkpoint, tmp_path, capfd)
     reasons = Counter(reason for reason in expected.values() if reason)
     assert main(command) == 2
     said = capfd.readouterr().err
-    assert "of 33 items cannot be used: 1 " in said and "--model.max_bad_fraction above 0.01" in said
+    assert "of 33 items cannot be used: 1 " in said and "--max-bad-fraction above 0.01" in said
     assert (tmp_path / "cache" / "skipped.jsonl").stat().st_size
 
-    assert main([*command, "--model.max_bad_fraction", "0.5"]) == 0
+    assert main([*command, "--max-bad-fraction", "0.5"]) == 0
     cache = FeatureCache(tmp_path / "cache")
     cache.verify()
     assert len(cache) == len(expected) - sum(reasons.values()) and cache.skipped == dict(reasons)

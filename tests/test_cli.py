@@ -12,6 +12,7 @@ from coolsd import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = ["--model", "training.draft.DraftTraining"]
+PAIRS = ["--data.dataset", "data.captions.ImageCaptionPairs", "--data.dataset.source"]
 TOKENIZER = ["--model", "training.tokenizer.TokenizerTraining", "--model.tokenizer.image_size", "64"]
 DATA = ["--data", "data.loader.FeatureModule", "--data.cache", "nowhere"]
 
@@ -46,6 +47,9 @@ def run(*arguments, **environment):
         (["extract"], "model.cache|cache"),
         (["extract", "--model.cache", "{tmp}/c", "--model.target", "nowhere"], "no checkpoint at 'nowhere'"),
         (["extract", "--model.cache", "{tmp}/c", "--model.source", "imagination"], "images"),
+        (["extract", "--model.cache", "{tmp}/c", "--model.samples_per_shard", "0"], "samples_per_shard is 0"),
+        (["extract", "--model.cache", "{tmp}/c", *PAIRS, "data/nowhere"], "data/nowhere is no folder and no file"),
+        (["fit", *HEAD, *DATA, "--trainer.accelerator", "cuda"], "do not fit: |no feature cache"),
         (["export", "{tmp}/nowhere", "--out", "{tmp}/head"], "no run at"),
         (["export", "{tmp}", "--out", "{tmp}/head"], "holds no checkpoint"),
         (["export", "{tmp}/x.ckpt", "--out", "{tmp}/head"], "x.ckpt"),

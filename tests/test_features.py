@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,6 +27,7 @@ from training.callbacks import AcceptedLength
 from training.cli import CheckpointsExist, extract
 from training.draft import DraftTraining
 from training.extraction import CaptionedImages, plan
+from training.throughput import throughput
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = CacheSettings(
@@ -504,7 +506,7 @@ def test_the_target_can_draw_the_images_itself(checkpoint, tmp_path):
 
 def test_a_dry_run_says_the_size_and_writes_nothing(checkpoint, tmp_path, capfd):
     with pytest.raises(SystemExit) as left:
-        extract(arguments(checkpoint, tmp_path / "cache", "--model.dry_run", "true"))
+        extract(arguments(checkpoint, tmp_path / "cache", "--dry-run"))
     assert not left.value.code and not list(tmp_path.iterdir())
     assert "10 samples of up to 0.0" in capfd.readouterr().out
 
@@ -671,3 +673,33 @@ def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(ch
     assert len(hashes(tmp_path / "one")) == 17
     for name in ("ddp", "zero", "begun"):
         assert hashes(tmp_path / name) == hashes(tmp_path / "one")
+
+
+def test_throughput_is_told_as_ratios(checkpoint, capsys):
+    found = throughput(str(checkpoint), samples=24, extraction_batch=4, training_batch=2, workers=1, dtype="float32")
+    said = capsys.readouterr().out
+    assert all(value > 0 and name in said for name, value in found.items())
+    assert found["extraction_over_bare"] < found["extraction_over_bare_and_encoding"] < 1.5
+
+
+def test_a_large_cache_opens_by_its_manifest_alone(tmp_path):
+    """100,000 samples in 1,563 shards: what is read on opening does not grow with what is in them."""
+    settings = replace(SETTINGS, samples=100_000, samples_per_shard=64, image_tokens=1, prompt_slots=1, branches=1)
+    one = CachedSample("", (torch.zeros(2, 4),), (torch.tensor([-1, 0]),))
+    writer = FeatureCacheWriter(tmp_path, settings)
+    writer.write_shard(0, [one] * 64)
+    writer.write_shard(settings.shards - 1, [one] * 32)
+    first, note = tmp_path / "shard-00000.safetensors", (tmp_path / "shard-00000.safetensors.sha256").read_text()
+    for shard in range(1, settings.shards - 1):
+        path = tmp_path / f"shard-{shard:05d}.safetensors"
+        os.link(first, path)
+        path.with_name(f"{path.name}.sha256").write_text(note.replace(first.name, path.name))
+    writer.write_ends(ENDS)
+    cache = writer.finish()
+    tracemalloc.start()
+    cache = FeatureCache(tmp_path)
+    assert len(cache) == 100_000 and tracemalloc.get_traced_memory()[1] < 20e6 and not cache._open
+    tracemalloc.stop()
+    for index in range(0, 100_000, 97):  # more shards than are kept open at once
+        assert torch.equal(cache[index].hidden_states[0], torch.zeros(2, 4).bfloat16())
+    assert len(cache._open) == 512

@@ -142,7 +142,8 @@ def extract(args: list[str]) -> None:
     """Lightning's predict with training.extraction; the cache's own settings.json says how it was made."""
     defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
     quiet = ["--return_predictions", "false", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
-    _run(["predict", *defaults, *quiet, *args])
+    short = {"--dry-run": "--model.dry_run=true", "--max-bad-fraction": "--model.max_bad_fraction"}
+    _run(["predict", *defaults, *quiet, *(short.get(word, word) for word in args)])
 
 
 def export(args: list[str]) -> None:

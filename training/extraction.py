@@ -226,7 +226,7 @@ class Extraction(L.LightningModule):
         if len(bad) > self.max_bad_fraction * self.settings.samples:
             raise ValueError(
                 f"{len(bad)} of {self.settings.samples} items cannot be used: {self.writer.list_skipped(bad)}; raise "
-                f"--model.max_bad_fraction above {self.max_bad_fraction:g} to go on without them"
+                f"--max-bad-fraction above {self.max_bad_fraction:g} to go on without them"
             )
 
     def teardown(self, stage: str) -> None:
