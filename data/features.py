@@ -23,6 +23,7 @@ int8 and float8 hold a state x as codes; read back, x is a bfloat16 again:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -240,8 +241,16 @@ class FeatureCacheWriter:
         path = self.folder / shard_name(shard)
         _hash_path(path).unlink(missing_ok=True)
         content = save(tensors)
-        _write(path, content)
-        _write(_hash_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+        try:
+            _write(path, content)
+            _write(_hash_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(
+                f"no space for {path} of {_size(len(content))}; make room and run the same command again: it goes on "
+                "with this shard"
+            ) from None
 
     def list_skipped(self, skipped: Sequence[Skipped]) -> str:
         """Write skipped.jsonl ahead of time, for a run that stops; says how many of each reason, and where."""

@@ -1,5 +1,6 @@
 """Feature caches: what is written is what is read, an interruption costs nothing, and a broken file is told by name."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -167,6 +168,24 @@ def test_only_finite_states_are_written(tmp_path):
     with pytest.raises(ValueError, match=r"sample 5 .*finite"):
         write(tmp_path, change=broken)
     assert not (tmp_path / "shard-00001.safetensors").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_costs_one_shard(tmp_path, cache, monkeypatch):
+    write(tmp_path / "other", shards=[0])
+
+    def full(path, content):
+        path.with_name(f".{path.name}.part").write_bytes(content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.features._write", full)
+        writer = FeatureCacheWriter.__new__(FeatureCacheWriter)
+        writer.folder, writer.settings = tmp_path / "other", SETTINGS
+        with pytest.raises(ValueError, match=r"no space for .*shard-00001.* run the same command again"):
+            writer.write_shard(1, [sample(i) for i in SETTINGS.samples_of(1)])
+    assert writer.is_finished(0) and not writer.is_finished(1)
+    assert hashes(write(tmp_path / "other", shards=[1, 2]).finish().folder) == hashes(cache.folder)
+    assert not list((tmp_path / "other").glob(".*.part"))
 
 
 @pytest.mark.parametrize(
