@@ -98,11 +98,15 @@ def test_a_second_run_in_the_same_folder_goes_on(plain):
 
 
 def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
-    (folder, weights), still = plain, ["--model.learning_rate", "0", "--model.intermediate_size", "64"]
+    (folder, weights), still = plain, ["--model.learning_rate", "0"]
     recipe = ["fit", "--config", str(folder / "recipe.yaml"), "--data.batch_size", "8", "--out", str(tmp_path / "run")]
     assert main([*recipe, "--model.start_from", str(folder / "head"), *still]) == 0
     again = load_file(tmp_path / "run" / "export" / "draft" / "model.safetensors")
     assert again.keys() == weights.keys() and all(torch.equal(again[name], weights[name]) for name in weights)
+    assert main([*recipe, "--model.start_from", str(folder / "head"), *still, "--model.intermediate_size", "64"]) == 0
+    wide = load_file(tmp_path / "run" / "export" / "draft" / "model.safetensors")
+    down = next(name for name in weights if name.endswith("down.weight"))
+    assert torch.equal(wide[down][:, :32], weights[down]) and wide[down].shape[1] == 64 and not wide[down][:, 32:].any()
     config = json.loads((folder / "head" / "config.json").read_text())
     save_checkpoint(tmp_path / "stranger", {**config, "target": "toy@2"}, weights)
     assert main([*recipe, "--model.start_from", str(tmp_path / "stranger")]) == 2

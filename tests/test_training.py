@@ -1,6 +1,7 @@
 """Training of targets and heads: growth keeps the function, Muon orthogonalises, losses see the right pairs."""
 
 import dataclasses
+import math
 from unittest.mock import Mock
 
 import lightning as L
@@ -8,14 +9,17 @@ import pytest
 import torch
 
 from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.rules.relaxed import CoolSD
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
 from coolsd.targets.llamagen import LlamaGen
 from data.emoji.dataset import EmojiImages
+from data.loader import pairs
 from training.callbacks import AcceptedLength
 from training.draft import DraftTraining, widened
 from training.losses import acceptance_mass, masked_mean, soft_cross_entropy
 from training.muon import MuonAdamW, orthogonalize
+from training.rollout import RolloutCache, depth_mask, shifted
 from training.target import (
     EmojiCaptions,
     TargetTraining,
@@ -201,9 +205,9 @@ def test_the_first_draft_has_loss_and_captions_have_none(features):
         goals[..., slot, :] += 10.0
         captured = {}
         original = module._losses
-        module._losses = lambda predicted, goal, trained, branches: (
-            captured.update(loss=original(predicted, goals.flatten(0, 1)[:, 1:], trained, branches))
-            or original(predicted, goal, trained, branches)
+        module._losses = lambda predicted, goal, *places: (
+            captured.update(loss=original(predicted, goals.flatten(0, 1)[:, 1:], *places))
+            or original(predicted, goal, *places)
         )
         module.training_step(batch, 0)
         module._losses = original
@@ -218,7 +222,7 @@ def test_a_head_that_copies_the_target_has_full_acceptance_and_no_feature_loss(f
     module = training_of(head)
     goal = batch["hidden"].flatten(0, 1)[:, 1:]
     trained = torch.ones(goal.shape[:2], dtype=torch.bool)
-    losses = module._losses(goal, goal, trained, 2)
+    losses = module._losses(goal, goal, trained, 0, 2)
     assert losses["feature"] == 0
     assert losses["acceptance"].item() == pytest.approx(1.0, abs=1e-5)
 
@@ -244,9 +248,71 @@ def test_the_acceptance_loss_raises_the_acceptance_of_the_guided_distribution(fe
     assert acceptance()[1] > first + 0.01
     with torch.no_grad():  # where it is no part of the loss it costs no gradient
         module.hparams["acceptance_weight"] = 0.0
-    assert not module._losses(*[torch.rand(2, 3, 32, requires_grad=True)] * 2, torch.ones(2, 3).bool(), 2)[
-        "acceptance"
-    ].requires_grad
+    states, trained = torch.rand(2, 9, 32, requires_grad=True), torch.ones(2, 9).bool()
+    assert not module._losses(states, states, trained, 0, 2)["acceptance"].requires_grad
+
+
+def test_every_depth_of_a_rollout_is_a_chain_from_scratch(features):
+    """Depth s at pair i + s is what a head says that reads the target's states up to pair i and its own after it."""
+    head, batch = features
+    rows = {name: value.flatten(0, 1) for name, value in pairs(batch).items()}
+    tokens, hidden, seen, context = rows["token_ids"], rows["hidden"], rows["seen"], rows.get("context")
+    count, cache, depths = hidden.shape[1], RolloutCache(head.config.transformer.layers), []
+    rope, flat, inputs = head.rope[None, 1 : 1 + count], torch.empty(0), hidden
+    for depth in range(3):
+        depths.append(head(tokens, inputs, rope, depth_mask(seen, depth), cache, flat, context))
+        inputs = shifted(depths[-1], inputs)
+    own = torch.eye(count, dtype=torch.bool)
+    for first in range(head.config.prompt_slots - 1, count - 2):
+        states = hidden.clone()
+        for depth in range(3):
+            here = first + depth + 1  # pairs read so far
+            mask = (torch.ones(here, here).tril().bool() & seen[:, None, :here] | own[:here, :here])[:, None]
+            words = None if context is None else context[:, :here]
+            said = head(tokens[:, :here], states[:, :here], rope[:, :here], mask, context=words)[:, -1]
+            torch.testing.assert_close(depths[depth][:, here - 1], said, atol=1e-5, rtol=1e-4)
+            states[:, here if here < count else -1] = said
+    wrong = head(tokens, inputs, rope, depth_mask(seen, 0), None, None, context)  # negative control: no branch
+    assert (wrong - depths[2]).abs().max() > 1e-3
+
+
+def test_a_rollout_trains_through_its_own_predictions(features):
+    head, batch = features
+    module = training_of(head.train().requires_grad_(True), rollout=3, rollout_decay=0.5, classification_weight=0.0)
+    losses, real = [], module._losses
+    module._losses = lambda *given: losses.append(real(*given)) or losses[-1]
+    loss = module.training_step(batch, 0)
+    parts = [float(each["feature"]) for each in losses]
+    assert float(loss) == pytest.approx((parts[0] + parts[1] / 2 + parts[2] / 4) / 1.75, rel=1e-5)
+    gradients = []
+    for depth in range(3):
+        module._losses = lambda *given: losses.append(real(*given)) or losses[-1]
+        losses.clear()
+        module.training_step(batch, 0)
+        wanted = [p for p in head.parameters() if p.requires_grad]
+        gradients.append(torch.autograd.grad(losses[depth]["feature"], wanted, allow_unused=True))
+    qkv = [p for p in head.parameters() if p.requires_grad].index(head.transformer.layers[0].attention.qkv.weight)
+    assert all(bool(of_depth[qkv].abs().max() > 0) for of_depth in gradients)
+
+
+def test_validation_tells_every_depth_and_the_length_that_follows(features):
+    head, batch = features
+    found = {}
+    module = training_of(head, relaxation=CoolSD(1.5))
+    module.log = lambda name, value, **_: found.update({name: float(value)})
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+    masses = [found["val/acceptance"], *(found[f"val/acceptance_{depth}"] for depth in range(2, 6))]
+    length = 1 + sum(math.prod(masses[:depth]) for depth in range(1, 6))
+    assert found["val/accepted_length"] == pytest.approx(length, rel=1e-5)
+    assert found["val/relaxed"] > found["val/acceptance"] and found["val/relaxed_length"] > length
+    assert 0 <= found["val/top1"] <= found["val/top3"] <= 1
+
+
+@pytest.mark.parametrize(("settings", "said"), [({"rollout": 0}, "rollout is 0"), ({"rollout_decay": 0}, "decay is 0")])
+def test_a_rollout_has_limits(settings, said):
+    with pytest.raises(ValueError, match=said):
+        DraftTraining(**settings)
 
 
 def test_losses_against_their_definitions(rng, distributions):

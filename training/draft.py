@@ -25,6 +25,9 @@ from coolsd.transformer import TransformerConfig
 from data.loader import pairs
 from training.callbacks import AcceptedLength
 from training.losses import acceptance_mass, feature_loss, masked_mean, soft_cross_entropy
+from training.rollout import RolloutCache, depth_mask, shifted, shifted_mask
+
+DEPTHS = 5  # of a chain, that validation measures
 
 
 def widened(head: EagleHead, intermediate_size: int) -> EagleHead:
@@ -55,7 +58,9 @@ def widened(head: EagleHead, intermediate_size: int) -> EagleHead:
 class DraftTraining(L.LightningModule):
     """loss = SmoothL1(hidden) + classification_weight * soft cross-entropy of each branch
     + guided_weight * soft cross-entropy of the guided distribution, the one that verification sees
-    - acceptance_weight * sum min(p, q) of it, the acceptance itself (EAGLE-1: both 0).
+    - acceptance_weight * sum min(q, w p) of it, the acceptance itself (EAGLE-1: both 0); w = 1, or by `relaxation`.
+    rollout: depths, of which all but the first read the head's own predictions, as a chain does (EAGLE-1: 1); depth s
+    counts rollout_decay ** s. relaxation: a rule with a schedule, such as coolsd.CoolSD, whose acceptance is wanted.
 
     start_from: folder of a head to go on training, whose shape counts; a larger intermediate_size widens it.
     intermediate_size 0 = that head's, or 8/3 of the hidden size.
@@ -75,6 +80,9 @@ class DraftTraining(L.LightningModule):
         classification_weight: float = 0.1,
         guided_weight: float = 0.0,
         acceptance_weight: float = 0.0,
+        rollout: int = 1,
+        rollout_decay: float = 1.0,
+        relaxation: Any = None,
         start_from: str | None = None,
         guidance: float = 1.0,
         noise: float = 0.1,
@@ -82,7 +90,12 @@ class DraftTraining(L.LightningModule):
         captions: int = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        if not 1 <= rollout <= 16:
+            raise ValueError(f"rollout is {rollout} depths, but must be 1 to 16")
+        if not 0 < rollout_decay <= 1:
+            raise ValueError(f"rollout_decay is {rollout_decay}, but must be in (0, 1]")
+        self.save_hyperparameters(ignore=["relaxation"])
+        self.schedule = None if relaxation is None else relaxation.schedule(max(DEPTHS, rollout))
         self.sampling = Sampling(guidance=guidance)
         self.head: EagleHead | None = None
 
@@ -141,23 +154,30 @@ class DraftTraining(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _losses(self, predicted: Tensor, goal: Tensor, trained: Tensor, branches: int) -> dict[str, Tensor]:
+    def _losses(self, predicted: Tensor, goal: Tensor, trained: Tensor, depth: int, branches: int) -> dict[str, Tensor]:
+        """Means over the trained places of the losses and measures at one depth (0-based)."""
         assert self.head is not None
-        start = int(trained.any(0).float().argmax())  # caption slots have no loss: no logits for them
+        start = self.head.config.prompt_slots - 1 + depth  # caption slots have no loss: no logits for them
         predicted, goal, trained = predicted[:, start:], goal[:, start:], trained[:, start:]
         logits, goal_logits = self.head.logits(predicted), self.head.logits(goal)
+        draft = self.sampling.guided(logits.unflatten(0, (-1, branches)))
+        target = self.sampling.guided(goal_logits.unflatten(0, (-1, branches)))
+        both = trained.unflatten(0, (-1, branches)).all(1)
         losses = {
             "feature": masked_mean(feature_loss(predicted, goal), trained),
             "classification": masked_mean(soft_cross_entropy(logits, goal_logits), trained),
         }
-        draft = self.sampling.guided(logits.unflatten(0, (-1, branches)))
-        target = self.sampling.guided(goal_logits.unflatten(0, (-1, branches)))
-        both = trained.unflatten(0, (-1, branches)).all(1)
         if self.hparams["guided_weight"]:
             losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.hparams["acceptance_weight"] != 0):
-            mass = acceptance_mass(draft.float().softmax(-1), target.float().softmax(-1))
-            losses["acceptance"] = masked_mean(mass, both)
+            q, p = draft.float().softmax(-1), target.float().softmax(-1)
+            losses["acceptance"] = masked_mean(acceptance_mass(q, p), both)
+            if self.schedule is not None:
+                losses["relaxed"] = masked_mean(acceptance_mass(q, float(self.schedule[depth]) * p), both)
+        if not torch.is_grad_enabled():
+            best = target.argmax(-1, keepdim=True)
+            for k in (1, 3):
+                losses[f"top{k}"] = masked_mean((draft.topk(k).indices == best).any(-1).float(), both)
         return losses
 
     def _step(self, batch: dict[str, Any], stage: str) -> Tensor:
@@ -165,27 +185,47 @@ class DraftTraining(L.LightningModule):
         branches = batch["hidden"].shape[1]
         rows = {name: value.flatten(0, 1) for name, value in pairs(batch).items()}  # R = B * G rows
         tokens, hidden, goal, trained = rows["token_ids"], rows["hidden"], rows["target_hidden"], rows["loss"]
-        causal = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool, device=hidden.device).tril()
-        mask = (causal & rows["seen"][:, None] | torch.eye(len(causal), dtype=torch.bool, device=hidden.device))[
-            :, None
-        ]
         if stage == "train" and self.hparams["noise"]:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.hparams["noise"] * hidden.std()
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
-        predicted = self.head(tokens, hidden, rope, mask, context=rows.get("context"))
-        losses = self._losses(predicted, goal, trained, branches)
-        loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
-        loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
-        if self.hparams["acceptance_weight"]:
-            loss = loss - self.hparams["acceptance_weight"] * losses["acceptance"]
-        for name, value in {"loss": loss, **losses}.items():
-            bar = name in ("loss", "acceptance")
-            self.log(
-                f"{stage}/{name}", value, prog_bar=bar, batch_size=batch["hidden"].shape[0], sync_dist=stage != "train"
-            )  # fmt: skip
+        cache = RolloutCache(self.head.config.transformer.layers)
+        flat = torch.empty(0, device=hidden.device)  # for a real cache
+        depths = self.hparams["rollout"] if stage == "train" else max(DEPTHS, self.hparams["rollout"])
+        loss, weights, found = torch.zeros((), device=hidden.device), 0.0, []
+        for depth in range(depths):
+            mask = depth_mask(rows["seen"], depth)
+            predicted = self.head(tokens, hidden, rope, mask, cache, flat, rows.get("context"))  # type: ignore[arg-type]
+            losses = self._losses(predicted, goal, shifted_mask(trained, depth), depth, branches)
+            hidden = shifted(predicted, hidden)
+            found.append(losses)
+            if depth < self.hparams["rollout"]:
+                weight = self.hparams["rollout_decay"] ** depth
+                loss, weights = loss + weight * self._weighed(losses), weights + weight
+        loss = loss / weights
         if not torch.isfinite(loss):
             raise ValueError(f"loss is {loss.item()} at step {self.global_step}; lower model.learning_rate")
+        self._report({"loss": loss, **found[0]}, found, stage, len(batch["hidden"]))
         return loss
+
+    def _weighed(self, losses: dict[str, Tensor]) -> Tensor:
+        wanted = losses.get("relaxed", losses["acceptance"])
+        loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
+        loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
+        return loss - self.hparams["acceptance_weight"] * wanted if self.hparams["acceptance_weight"] else loss
+
+    def _report(self, values: dict[str, Tensor], depths: list[dict[str, Tensor]], stage: str, samples: int) -> None:
+        """The first depth's losses; in validation the acceptance of every depth, given that those before passed, and
+        the accepted length that follows: 1 + a_1 + a_1 a_2 + ..., vanilla and with the recipe's relaxation."""
+        values = dict(values)
+        if stage != "train":
+            for name, length in (("acceptance", "accepted_length"), ("relaxed", "relaxed_length")):
+                if name in depths[0]:
+                    masses = torch.stack([losses[name] for losses in depths])
+                    values |= {f"{name}_{depth}": mass for depth, mass in enumerate(masses[1:], start=2)}
+                    values[length] = 1 + masses.cumprod(0).sum()
+        for name, value in values.items():
+            bar = name in ("loss", "acceptance")
+            self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=stage != "train")
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         return self._step(batch, "train")
