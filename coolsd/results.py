@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -206,6 +207,17 @@ def setting(results: dict[str, Any]) -> str:
         f"{made['dtype']}{compiled}, guidance {sampling['guidance']:g}, temperature {sampling['temperature']:g}, "
         f"top-k {sampling['top_k']}, top-p {sampling['top_p']:g}; {machine}"
     )
+
+
+def source_state() -> dict[str, Any] | None:
+    """{"commit", "changed"} of the repository that this code lies in; None where there is none, or no git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        ran = [subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+               for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])]  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": ran[0], "changed": bool(ran[1])}
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -8,6 +8,7 @@ A batch is a dict; every row, one (sample, branch), has P + T slots, its caption
     hidden          0   h  ...   h  | h    h  ...   h       float32 [B, G, P + T, H], after the target's final norm
     context         float32 [B, G, T + 1, H], where the cache has one (coolsd.interfaces.Prompt), else missing
     captions       B strings
+    index           long [B], which samples of the cache
 
 A draft head reads pair i = (hidden[i], token_ids[i + 1]) and predicts hidden[i + 1], see `pairs`.
 """
@@ -100,6 +101,7 @@ class FeatureRows(Dataset):
             "token_ids": tokens,
             "valid": valid,
             "captions": [sample.caption for sample in samples],
+            "index": torch.tensor([self.chosen[i] for i in indices]),
         }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coolsd.checkpoint import save_checkpoint
 from coolsd.cli import main
@@ -17,9 +18,10 @@ from data.features import CachedSample, CacheSettings, FeatureCacheWriter
 ROOT = Path(__file__).resolve().parent.parent
 OVERLAY = ROOT / "recipes" / "strategies" / "cpu_deepspeed.yaml"
 RECIPE = """
-model: {class_path: training.draft.DraftTraining, init_args: {noise: 0.0, warmup_steps: 2, intermediate_size: 32}}
+model: {class_path: training.draft.DraftTraining, init_args: {warmup_steps: 2, intermediate_size: 32}}
 data: {class_path: data.loader.FeatureModule, init_args: {cache: CACHE, held_out: 0.2}}
-trainer: {accelerator: cpu, max_epochs: 2, enable_progress_bar: false, enable_model_summary: false}
+trainer: {accelerator: cpu, max_epochs: 10, log_every_n_steps: 1, enable_progress_bar: false,
+  enable_model_summary: false}
 """
 
 
@@ -49,6 +51,12 @@ def trained(cache, folder, batch_size, *more, run=main):
     return load_file(folder / "head" / "model.safetensors")
 
 
+def losses(run):
+    """The loss of every step, of all processes, as TensorBoard has it."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return [event.value for event in events.Scalars("train/loss")]
+
+
 def in_processes(arguments):
     """Lightning starts the other processes by running the command line again, so this one needs its own."""
     return subprocess.run([sys.executable, "-m", "coolsd.cli", *arguments], cwd=ROOT, timeout=1200).returncode
@@ -61,20 +69,34 @@ def plain(cache, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_zero_2_trains_the_head_that_one_process_trains(cache, plain, tmp_path, processes):
-    more = ["--config", str(OVERLAY), "--trainer.devices", str(processes)]
-    sharded, expected = trained(cache, tmp_path, 8 // processes, *more, run=in_processes), plain[1]
-    assert list((tmp_path / "run" / "checkpoints").glob("*.ckpt/checkpoint/*_optim_states.pt"))  # really DeepSpeed's
-    assert sharded.keys() == expected.keys()
+@pytest.mark.parametrize(("processes", "strategy"), [(1, "zero"), (2, "zero"), (2, "ddp")])
+def test_every_strategy_trains_the_head_that_one_process_trains(cache, plain, tmp_path, processes, strategy):
+    """The noise on the input states included: it is a function of the sample, not of the process."""
+    more = ["--config", str(OVERLAY)] if strategy == "zero" else ["--trainer.strategy", strategy]
+    more += ["--trainer.devices", str(processes)]
+    shared, expected = trained(cache, tmp_path, 8 // processes, *more, run=in_processes), plain[1]
+    if strategy == "zero":
+        assert list((tmp_path / "run" / "checkpoints").glob("*.ckpt/checkpoint/*_optim_states.pt"))  # DeepSpeed's
+    assert shared.keys() == expected.keys()
+    ours, theirs = losses(tmp_path / "run"), losses(plain[0] / "run")
+    assert len(ours) == 20 and ours == pytest.approx(theirs, rel=1e-4)
+    assert abs(theirs[0] - theirs[-1]) > 0.01 * abs(theirs[0])  # it learns
     for name in expected:  # Adam divides by small second moments: rounding shows in the fourth digit of a step of 1e-3
-        torch.testing.assert_close(sharded[name], expected[name], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(shared[name], expected[name], atol=2e-4, rtol=1e-3)
 
 
 def test_sharded_state_is_unpickled_only_when_trusted(tmp_path, capfd):
     (tmp_path / "run" / "checkpoints" / "last.ckpt" / "checkpoint").mkdir(parents=True)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "head")]) == 2
     assert "--trust" in capfd.readouterr().err
+
+
+def test_a_run_says_what_it_was_made_of(plain):
+    folder, _ = plain
+    about = json.loads((folder / "run" / "run.json").read_text())
+    assert about["features"]["target"] == "toy@1" and about["features"]["kept"] == 20
+    assert about["environment"]["versions"]["torch"] == torch.__version__
+    assert about["source"] is None or len(about["source"]["commit"]) == 40
 
 
 def test_a_look_at_a_run_leaves_its_config(plain):
@@ -91,10 +113,10 @@ def test_a_second_run_in_the_same_folder_goes_on(plain):
     folder, _ = plain
     again = ["fit", "--config", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--data.batch_size", "8"]
     assert (
-        main([*again, "--trainer.max_epochs", "3", "--ckpt_path", str(next((folder / "run").glob("**/*.ckpt")))]) == 0
+        main([*again, "--trainer.max_epochs", "11", "--ckpt_path", str(next((folder / "run").glob("**/*.ckpt")))]) == 0
     )
-    assert (folder / "run" / "config.yaml").read_text().count("max_epochs: 3") == 1
-    assert sorted((folder / "run" / "checkpoints").glob("epoch=2*"))
+    assert (folder / "run" / "config.yaml").read_text().count("max_epochs: 11") == 1
+    assert sorted((folder / "run" / "checkpoints").glob("epoch=10*"))
 
 
 def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):

@@ -9,19 +9,25 @@ pair i    (token i+1, hidden i) -> hidden i+1   loss where token i+1 is an image
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import CatMetric
 
+from coolsd.checkpoint import write_json
 from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead
-from coolsd.sampling import Sampling
+from coolsd.results import environment, source_state
+from coolsd.sampling import Sampling, mix
 from coolsd.transformer import TransformerConfig
+from data.features import CacheSettings
 from data.loader import pairs
 from training.callbacks import AcceptedLength
 from training.losses import acceptance_mass, feature_loss, masked_mean, soft_cross_entropy
@@ -65,9 +71,11 @@ class DraftTraining(L.LightningModule):
     start_from: folder of a head to go on training, whose shape counts; a larger intermediate_size widens it.
     intermediate_size 0 = that head's, or 8/3 of the hidden size.
     guidance: that of decoding, for the acceptance and the guided loss.
-    noise: uniform noise on the input hidden states, +- this many of their standard deviations. Learning rate: linear
-    warm-up, then cosine to zero over the trainer's steps. target: folder of the target, loaded only to decode at most
-    `captions` held-out captions before and after training (0 = never) and print their accepted length.
+    noise: uniform noise on the input hidden states, +- this many of their standard deviations, a function of (seed,
+    epoch, sample). Learning rate: linear warm-up, then cosine or linear `decay` to zero over the trainer's steps.
+    compile: torch.compile the head's layers. gradient_checkpointing: compute logits again instead of keeping them.
+    target: folder of the target, loaded only to decode at most `captions` held-out captions before and after training
+    (0 = never) and print their accepted length. An average of the weights: Lightning's EMAWeightAveraging callback.
     """
 
     def __init__(
@@ -86,15 +94,20 @@ class DraftTraining(L.LightningModule):
         start_from: str | None = None,
         guidance: float = 1.0,
         noise: float = 0.1,
+        decay: Literal["cosine", "linear"] = "cosine",
+        compile: bool = False,
+        gradient_checkpointing: bool = False,
         target: str | None = None,
         captions: int = 0,
     ) -> None:
         super().__init__()
+        self.seed = 0
         if not 1 <= rollout <= 16:
             raise ValueError(f"rollout is {rollout} depths, but must be 1 to 16")
         if not 0 < rollout_decay <= 1:
             raise ValueError(f"rollout_decay is {rollout_decay}, but must be in (0, 1]")
         self.save_hyperparameters(ignore=["relaxation"])
+        self.masses = CatMetric()
         self.schedule = None if relaxation is None else relaxation.schedule(max(DEPTHS, rollout))
         self.sampling = Sampling(guidance=guidance)
         self.head: EagleHead | None = None
@@ -114,10 +127,16 @@ class DraftTraining(L.LightningModule):
                 f"{unconditional}"
             )
         ends = {name: tensor.float() for name, tensor in ends.items()}
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) << 20
         if self.hparams["start_from"] is not None:
             head = read_head(self.hparams["start_from"], ends, settings.target)
             self.head = widened(head, self.hparams["intermediate_size"] or head.config.transformer.intermediate_size)
-            return
+        else:
+            self.head = self._new_head(settings, ends)
+        if self.hparams["compile"]:
+            self.head.transformer.compile(dynamic=False)
+
+    def _new_head(self, settings: CacheSettings, ends: dict[str, Tensor]) -> EagleHead:
         size = settings.hidden_size
         config = EagleConfig(
             TransformerConfig(
@@ -132,7 +151,7 @@ class DraftTraining(L.LightningModule):
             target=settings.target,
             context=settings.context,
         )
-        self.head = EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"])
+        return EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(
@@ -149,7 +168,9 @@ class DraftTraining(L.LightningModule):
         warmup = max(1, self.hparams["warmup_steps"])
 
         def factor(step: int) -> float:
-            return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+            done = min(1.0, step / total)
+            left = 0.5 * (1 + math.cos(math.pi * done)) if self.hparams["decay"] == "cosine" else 1 - done
+            return min(1.0, (step + 1) / warmup) * left
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -171,10 +192,13 @@ class DraftTraining(L.LightningModule):
             losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.hparams["acceptance_weight"] != 0):
             q, p = draft.float().softmax(-1), target.float().softmax(-1)
-            losses["acceptance"] = masked_mean(acceptance_mass(q, p), both)
+            mass = acceptance_mass(q, p)
+            losses["acceptance"] = masked_mean(mass, both)
             if self.schedule is not None:
                 losses["relaxed"] = masked_mean(acceptance_mass(q, float(self.schedule[depth]) * p), both)
         if not torch.is_grad_enabled():
+            if depth == 0:  # of each sample, for an interval
+                self.masses.update((mass * both).sum(-1) / both.sum(-1).clamp(min=1))
             best = target.argmax(-1, keepdim=True)
             for k in (1, 3):
                 losses[f"top{k}"] = masked_mean((draft.topk(k).indices == best).any(-1).float(), both)
@@ -186,7 +210,7 @@ class DraftTraining(L.LightningModule):
         rows = {name: value.flatten(0, 1) for name, value in pairs(batch).items()}  # R = B * G rows
         tokens, hidden, goal, trained = rows["token_ids"], rows["hidden"], rows["target_hidden"], rows["loss"]
         if stage == "train" and self.hparams["noise"]:
-            hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.hparams["noise"] * hidden.std()
+            hidden = hidden + self.hparams["noise"] * self._noise(batch["index"], batch["hidden"]).flatten(0, 1)
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
         cache = RolloutCache(self.head.config.transformer.layers)
         flat = torch.empty(0, device=hidden.device)  # for a real cache
@@ -195,7 +219,9 @@ class DraftTraining(L.LightningModule):
         for depth in range(depths):
             mask = depth_mask(rows["seen"], depth)
             predicted = self.head(tokens, hidden, rope, mask, cache, flat, rows.get("context"))  # type: ignore[arg-type]
-            losses = self._losses(predicted, goal, shifted_mask(trained, depth), depth, branches)
+            arguments = predicted, goal, shifted_mask(trained, depth), depth, branches
+            again = self.hparams["gradient_checkpointing"] and torch.is_grad_enabled()
+            losses = checkpoint(self._losses, *arguments, use_reentrant=False) if again else self._losses(*arguments)
             hidden = shifted(predicted, hidden)
             found.append(losses)
             if depth < self.hparams["rollout"]:
@@ -206,6 +232,15 @@ class DraftTraining(L.LightningModule):
             raise ValueError(f"loss is {loss.item()} at step {self.global_step}; lower model.learning_rate")
         self._report({"loss": loss, **found[0]}, found, stage, len(batch["hidden"]))
         return loss
+
+    def _noise(self, index: Tensor, hidden: Tensor) -> Tensor:
+        """Uniform in +- one standard deviation of each sample, [B, G, N, H] for all pairs; drawn on the host, so the
+        same on every device and however samples are shared out between processes."""
+        shape, epoch, noise = hidden[0, :, 1:].shape, self.current_epoch, []
+        for number in index.tolist():
+            generator = torch.Generator().manual_seed(int(mix(mix(torch.tensor(self.seed + epoch)) ^ number)) >> 1)
+            noise.append(2 * torch.rand(shape, generator=generator) - 1)
+        return torch.stack(noise).to(hidden) * hidden.flatten(1).std(1)[:, None, None, None]
 
     def _weighed(self, losses: dict[str, Tensor]) -> Tensor:
         wanted = losses.get("relaxed", losses["acceptance"])
@@ -223,9 +258,10 @@ class DraftTraining(L.LightningModule):
                     masses = torch.stack([losses[name] for losses in depths])
                     values |= {f"{name}_{depth}": mass for depth, mass in enumerate(masses[1:], start=2)}
                     values[length] = 1 + masses.cumprod(0).sum()
-        for name, value in values.items():
-            bar = name in ("loss", "acceptance")
-            self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=stage != "train")
+        shown = self._trainer is None or (self.global_step + 1) % self.trainer.log_every_n_steps == 0
+        for name, value in values.items():  # processes wait for each other only where a number is looked at
+            bar, together = name in ("loss", "acceptance"), stage != "train" or shown
+            self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=together)
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         return self._step(batch, "train")
@@ -235,6 +271,26 @@ class DraftTraining(L.LightningModule):
 
     def test_step(self, batch: dict[str, Any], batch_index: int) -> None:
         self._step(batch, "test")
+
+    def on_validation_epoch_end(self, stage: str = "val") -> None:
+        """Half-width of the 95% interval of the acceptance over samples."""
+        masses = self.masses.compute()
+        masses = torch.cat(masses) if isinstance(masses, list) else masses
+        half = 1.96 * masses.std() / math.sqrt(max(1, masses.numel())) if masses.numel() > 1 else masses.new_zeros(())
+        self.log(f"{stage}/acceptance_ci95", half, sync_dist=True)
+        self.masses.reset()
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end("test")
+
+    def on_fit_start(self) -> None:
+        """run.json: on what the run was made and of what, beside config.yaml, which says how."""
+        logger, cache = self.trainer.logger, self.trainer.datamodule.cache  # type: ignore[attr-defined]
+        if self.trainer.is_global_zero and logger is not None and logger.log_dir is not None:
+            features = {**asdict(cache.settings), "folder": str(cache.folder), "kept": len(cache)}
+            dtype = next(self.parameters()).dtype
+            about = {"environment": environment(self.device, dtype), "source": source_state(), "features": features}
+            write_json(Path(logger.log_dir) / "run.json", about)
 
     def configure_callbacks(self) -> list[L.Callback]:
         if not self.hparams["captions"]:
