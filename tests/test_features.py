@@ -364,10 +364,10 @@ def test_a_head_that_cannot_be_trained_on_a_cache_is_refused(tmp_path, branches)
     module = DraftTraining(guidance={1: 1.5, 2: 1.0}[branches])
     module.trainer = trainer
     with pytest.raises(ValueError, match=rf"needs {3 - branches} branches.* has {branches}; set --model.guidance"):
-        module.setup("fit")
+        module.configure_model()
     trainer.strategy.zero_stage_3 = True
     with pytest.raises(ValueError, match="stage 1 or 2"):
-        module.setup("fit")
+        module.configure_model()
 
 
 def test_measured_captions_were_held_out(cache):

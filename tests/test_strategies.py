@@ -133,3 +133,22 @@ def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
     save_checkpoint(tmp_path / "stranger", {**config, "target": "toy@2"}, weights)
     assert main([*recipe, "--model.start_from", str(tmp_path / "stranger")]) == 2
     assert "was trained on toy@2, but the target is toy@1" in capfd.readouterr().err
+
+
+def test_averaged_weights_are_exported(cache, plain, tmp_path):
+    """Lightning's own callback: what `fit` exports at its end is the average, not the last step's weights."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("CACHE", str(cache)))
+    average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.5"]
+    command = [
+        "fit",
+        "--config",
+        str(tmp_path / "recipe.yaml"),
+        "--data.batch_size",
+        "8",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main([*command, *average]) == 0
+    found, last = load_file(tmp_path / "run" / "export" / "draft" / "model.safetensors"), plain[1]
+    name = next(name for name in last if name.endswith("down.weight"))
+    assert 0 < (found[name] - last[name]).abs().max() < 0.05  # close to the weights it averages, and not they

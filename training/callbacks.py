@@ -6,12 +6,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from coolsd.checkpoint import same_weights
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
+from coolsd.results import summary
 from coolsd.rules.relaxed import Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
@@ -21,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class AcceptedLength(L.Callback):
-    """Really decodes held-out captions with the head before and after training: a good loss alone proves nothing.
+    """Really decodes held-out captions with the head before and after training, and every so many epochs between (0 =
+    never): a good loss alone proves nothing. The logger gets the length, its 95% interval and the pictures in a row.
 
     Loads the target for each measurement; losslessly (vanilla), chain of 5, one batch of at most `captions` samples.
     """
 
-    def __init__(self, target: str, captions: int, sampling: Sampling) -> None:
-        self.folder, self.captions, self.sampling = target, captions, sampling
+    def __init__(self, target: str, captions: int, sampling: Sampling, epochs: int = 0) -> None:
+        self.folder, self.captions, self.sampling, self.epochs = target, captions, sampling, epochs
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and not trainer.datamodule.held_out_captions(1):  # type: ignore[attr-defined]
@@ -47,12 +51,22 @@ class AcceptedLength(L.Callback):
             )
         captions = data.held_out_captions(self.captions)
         training = head.training
-        result = generate(target, captions, Chain(head.eval()), Vanilla(), self.sampling, decode_images=False)
+        drawn = target.image_tokenizer is not None
+        result = generate(target, captions, Chain(head.eval()), Vanilla(), self.sampling, decode_images=drawn)
         head.train(training)
-        length = result.accepted_length.mean().item()
-        rank_zero_info(f"accepted length {when} training: {length:.2f} (vanilla, chain of 5, {len(captions)} captions)")
+        length = summary(result.accepted_length.tolist()) or {}
+        half = f" ± {length['ci95'][1] - length['mean']:.2f}" if length["ci95"] else ""
+        words = f"vanilla, chain of 5, {len(captions)} captions"
+        rank_zero_info(f"accepted length {when} training: {length['mean']:.2f}{half} ({words})")
         if trainer.logger is not None:
-            trainer.logger.log_metrics({"accepted_length": length}, trainer.global_step)
+            trainer.logger.log_metrics({"accepted_length": length["mean"]}, trainer.global_step)
+            if isinstance(trainer.logger, TensorBoardLogger) and result.images is not None:
+                row = torch.cat(list(result.images), -1)  # [3, h, captions * w]
+                trainer.logger.experiment.add_image("decoded", row, trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.epochs and (trainer.current_epoch + 1) % self.epochs == 0:
+            self.measure(trainer, pl_module, f"in epoch {trainer.current_epoch + 1} of")  # type: ignore[arg-type]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.measure(trainer, pl_module, "before")  # type: ignore[arg-type]

@@ -74,8 +74,9 @@ class DraftTraining(L.LightningModule):
     noise: uniform noise on the input hidden states, +- this many of their standard deviations, a function of (seed,
     epoch, sample). Learning rate: linear warm-up, then cosine or linear `decay` to zero over the trainer's steps.
     compile: torch.compile the head's layers. gradient_checkpointing: compute logits again instead of keeping them.
-    target: folder of the target, loaded only to decode at most `captions` held-out captions before and after training
-    (0 = never) and print their accepted length. An average of the weights: Lightning's EMAWeightAveraging callback.
+    target: folder of the target, loaded only to decode at most `captions` held-out captions (0 = never) before and
+    after training, and every `decode_every` epochs (0 = never), and print their accepted length.
+    An average of the weights: Lightning's EMAWeightAveraging callback.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class DraftTraining(L.LightningModule):
         gradient_checkpointing: bool = False,
         target: str | None = None,
         captions: int = 0,
+        decode_every: int = 0,
     ) -> None:
         super().__init__()
         self.seed = 0
@@ -112,7 +114,8 @@ class DraftTraining(L.LightningModule):
         self.sampling = Sampling(guidance=guidance)
         self.head: EagleHead | None = None
 
-    def setup(self, stage: str) -> None:
+    def configure_model(self) -> None:
+        """Make or read the head; callbacks that average weights call it before the strategy does."""
         if self.head is not None:
             return
         if getattr(self.trainer.strategy, "zero_stage_3", False):
@@ -299,7 +302,8 @@ class DraftTraining(L.LightningModule):
             raise ValueError(
                 f"model.captions is {self.hparams['captions']}, which needs model.target, the target's folder"
             )
-        return [AcceptedLength(self.hparams["target"], self.hparams["captions"], self.sampling)]
+        wanted = (self.hparams[name] for name in ("target", "captions"))
+        return [AcceptedLength(*wanted, self.sampling, self.hparams["decode_every"])]
 
     def on_train_end(self) -> None:
         if self.trainer.is_global_zero:
