@@ -27,7 +27,7 @@ from coolsd.generate_images import EMOJI_SAMPLING, checkpoint_name, progress_bar
 from coolsd.heads.checkpoint import load_head
 from coolsd.methods import RULES, describe_rule, make_rule
 from coolsd.replay import QUANTITIES, Budget, Record, Recorder, Replay, choose, join, ratio_summary, schedules
-from coolsd.results import environment, summary
+from coolsd.results import environment, half, summary, with_half
 from coolsd.rules.relaxed import CoolSD, Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
@@ -261,7 +261,7 @@ def agree(replayed: dict[str, Any], real: dict[str, Any], budget: Budget | None)
     """Whether replayed and real length, and the budget's quantity, differ by no more than their intervals together."""
     for name in {"accepted_length", budget.quantity if budget else "bias_per_token"}:
         apart = abs(replayed[name]["mean"] - real[name]["mean"])
-        if apart > math.hypot(half(replayed[name]), half(real[name])):
+        if apart > math.hypot(half(replayed[name]) or 0, half(real[name]) or 0):
             return False
     return True
 
@@ -278,11 +278,6 @@ def draw_from(replay: Replay, families: Sequence[Curve]) -> list[dict[str, Any]]
         deltas = CURVE if rules else []
         curves.append({**asdict(family), "delta": deltas, **points, "measured": []})
     return curves
-
-
-def half(found: dict[str, Any]) -> float:
-    """Half-width of the interval of a `results.summary` of two or more values."""
-    return found["ci95"][1] - found["mean"]
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
@@ -342,10 +337,7 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(rich.markup.escape(name))
         for source, numbers in sources:
             if numbers is not None:
-                cells = [
-                    f"{numbers[key]['mean']:.{places}f} ± {half(numbers[key]):.{places}f}" if numbers.get(key) else "-"
-                    for key, places in digits.items()
-                ]
+                cells = [with_half(numbers[key], places) if numbers.get(key) else "-" for key, places in digits.items()]
                 table.add_row(f" {source}", *cells)
     Console().print(table)
     drawn = [curve for curve in found["curves"] if curve["delta"]]

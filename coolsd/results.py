@@ -107,6 +107,17 @@ def summary(values: Sequence[float]) -> dict[str, Any] | None:
     return {"mean": mean, "std": std, "ci95": [mean - half, mean + half]}
 
 
+def half(found: dict[str, Any]) -> float | None:
+    """Half-width of the interval of a `summary`; None of one value."""
+    return found["ci95"][1] - found["mean"] if found.get("ci95") else None
+
+
+def with_half(found: dict[str, Any], digits: int, sign: str = "") -> str:
+    """ "2.75 ± 0.16", or without an interval "2.75"."""
+    own = half(found)
+    return f"{found['mean']:{sign}.{digits}f}" + ("" if own is None else f" ± {own:.{digits}f}")
+
+
 def paired(own: dict[str, list[Any]], baseline: dict[str, list[Any]]) -> dict[str, Any]:
     """{quantity: summary of the differences own - baseline of the same images, with Student's "t"}.
 
@@ -141,8 +152,7 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
     def measured(summary: dict[str, Any] | None, digits: int) -> str:
         if summary is None:
             return "-"
-        half = f" ± {summary['ci95'][1] - summary['mean']:.{digits}f}" if summary["ci95"] and intervals else ""
-        return f"{summary['mean']:.{digits}f}{half}"
+        return with_half(summary, digits) if intervals else f"{summary['mean']:.{digits}f}"
 
     table = []
     for row in results["rows"]:
@@ -167,8 +177,7 @@ def comparison(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             cells = [row["name"]]
             for key in COMPARED:
                 found = row["against_baseline"][key] or {"mean": math.nan, "t": None}
-                half = f" ± {found['ci95'][1] - found['mean']:.3f}" if found.get("ci95") else ""
-                cells += [f"{found['mean']:+.3f}{half}", "-" if found["t"] is None else f"{found['t']:.1f}"]
+                cells += [with_half(found, 3, "+"), "-" if found["t"] is None else f"{found['t']:.1f}"]
             table.append(cells)
     return [f"less {results.get('baseline')}, image by image", *names], table
 

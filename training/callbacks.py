@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from coolsd.checkpoint import same_weights
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
-from coolsd.results import summary
+from coolsd.results import summary, with_half
 from coolsd.rules.relaxed import Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
@@ -55,9 +55,8 @@ class AcceptedLength(L.Callback):
         result = generate(target, captions, Chain(head.eval()), Vanilla(), self.sampling, decode_images=drawn)
         head.train(training)
         length = summary(result.accepted_length.tolist()) or {}
-        half = f" ± {length['ci95'][1] - length['mean']:.2f}" if length["ci95"] else ""
         words = f"vanilla, chain of 5, {len(captions)} captions"
-        rank_zero_info(f"accepted length {when} training: {length['mean']:.2f}{half} ({words})")
+        rank_zero_info(f"accepted length {when} training: {with_half(length, 2)} ({words})")
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": length["mean"]}, trainer.global_step)
             if isinstance(trainer.logger, TensorBoardLogger) and result.images is not None:
