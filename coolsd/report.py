@@ -17,7 +17,7 @@ from PIL import Image
 
 from coolsd.checkpoint import write_whole
 from coolsd.cli import argument_parser
-from coolsd.results import HEADER, cells, comparison, markdown, setting, show
+from coolsd.results import half, HEADER, cells, comparison, markdown, setting, show
 
 PROMPTS_SHOWN = 16
 PICTURE = 256  # pixels, at most; larger ones are shown smaller
@@ -140,7 +140,7 @@ def chart(results: dict[str, Any]) -> bytes:
             continue
         key, title = panel
         means = [(row[key] or {"mean": 0.0})["mean"] for row in rows]
-        halves = [row[key]["ci95"][1] - row[key]["mean"] if row[key] and row[key]["ci95"] else 0.0 for row in rows]
+        halves = [half(row[key] or {}) or 0.0 for row in rows]
         bars = axis.barh(names, means, xerr=halves, color=colours, error_kw={"lw": 1, "ecolor": "#333"})
         axis.bar_label(bars, [f" {mean:#.3g}" for mean in means], fontsize=8)
         axis.set_title(title, fontsize=10)
