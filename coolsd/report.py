@@ -17,7 +17,7 @@ from PIL import Image
 
 from coolsd.checkpoint import write_whole
 from coolsd.cli import argument_parser
-from coolsd.results import half, HEADER, cells, comparison, markdown, setting, show
+from coolsd.results import HEADER, cells, comparison, half, markdown, setting, show
 
 PROMPTS_SHOWN = 16
 PICTURE = 256  # pixels, at most; larger ones are shown smaller
