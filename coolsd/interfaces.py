@@ -38,10 +38,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits [B, G, N, V] in the target's dtype; hidden_states [B, G, N, H] after the target's final norm."""
+    """logits [B, G, N, V] in the target's dtype; hidden_states [B, G, N, H] after the target's final norm.
+
+    layers: by number (1 = the first) what came out of the transformer layers that `TargetModel.layers` names,
+    [B, G, N, H] each.
+    """
 
     logits: Tensor
     hidden_states: Tensor
+    layers: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,8 @@ class TargetModel(Protocol):
     image_tokens: int  # T, tokens that are sampled for one image
     codebook_size: int  # V
     hidden_size: int  # H
+    layers: tuple[int, ...]  # transformer layers to show in every output, numbered from 1; none unless asked for
+    layer_count: int
     fingerprint: str
     device: torch.device
     dtype: torch.dtype

@@ -208,13 +208,17 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
         flat: Tensor | None = None,
+        shown: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """x [R, N, H], rope [R or 1, N, D / 2, 2] -> [R, N, H].
 
         Without a cache: mask additive or bool [R, 1, N, N], None = causal. With one: mask and flat from `cache.place`.
+        shown: where given, what comes out of the layers that are its keys, numbered from 1, is put into it.
         """
         for index, block in enumerate(self.layers):
             x = block(x, rope, mask, cache, index, flat)
+            if shown is not None and index + 1 in shown:
+                shown[index + 1] = x
         return self.norm(x)
 
     def new_cache(self, rows: int, slots: int, valid: Tensor | None = None) -> KVCache:

@@ -14,6 +14,7 @@ A shard holds one row per (sample, branch), samples in order, branches inside a 
     token_ids     [tokens]      | -1 -1 -1 ...  | 17 4 99 ...  |
     offsets       [samples * G + 1], caption_bytes [bytes], caption_offsets [samples + 1]
     context       [samples * G, T + 1, H], where the settings say so: see coolsd.interfaces.Prompt
+    layers        [tokens, k H], where the settings name k layers of the target: what came out of them, side by side
     skipped       [bytes], the lines of this shard's skipped items
 
 int8 and float8 hold a state x as codes; read back, x is a bfloat16 again:
@@ -62,7 +63,7 @@ class CacheSettings:
     """All that decides the bytes of a cache.  Counts are >= 1.
 
     target, dataset: fingerprints. settings: how it was extracted (source, sampling, ...), JSON values.
-    samples: items of the dataset, with those that could not be used.
+    samples: items of the dataset, with those that could not be used. layers: of the target, numbered from 1.
     prompt_slots P, image_tokens T, codebook_size V, hidden_size H, branches G as in coolsd.interfaces.
     """
 
@@ -77,6 +78,7 @@ class CacheSettings:
     samples_per_shard: int
     dtype: str = "bfloat16"
     context: bool = False
+    layers: tuple[int, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,10 @@ class CacheSettings:
             raise ValueError(f"feature cache: dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         if not isinstance(self.context, bool):
             raise ValueError(f"feature cache: context is {self.context!r}, but must be true or false")
+        numbers = self.layers if isinstance(self.layers, (list, tuple)) else [None]
+        if len(numbers) > 16 or not all(type(layer) is int and 1 <= layer < LARGEST for layer in numbers):
+            raise ValueError(f"feature cache: layers is {self.layers!r}, but must be at most 16 integers >= 1")
+        object.__setattr__(self, "layers", tuple(numbers))
         if not isinstance(self.settings, dict):
             raise ValueError(f"feature cache: settings is {self.settings!r}, but must be an object")
 
@@ -110,7 +116,8 @@ class CacheSettings:
         return self._bytes(self.hidden_size * (2 if self.dtype in PEAK else DTYPES[self.dtype].itemsize))
 
     def _bytes(self, state: int) -> int:
-        row = (self.prompt_slots + self.image_tokens) * (state + 4) + self.context * (self.image_tokens + 1) * state
+        slots = self.prompt_slots + self.image_tokens
+        row = slots * ((1 + len(self.layers)) * state + 4) + self.context * (self.image_tokens + 1) * state
         return self.branches * row
 
     def samples_of(self, shard: int) -> range:
@@ -124,13 +131,14 @@ _COUNTS = tuple(f.name for f in fields(CacheSettings) if f.type == "int")
 class CachedSample:
     """One captioned image: for each of the G branches hidden_states [n, H] and token_ids [n] (-1 = caption slot).
 
-    context: [G, T + 1, H] or None.
+    context: [G, T + 1, H] or None. layers: for each branch [n, k H], or none.
     """
 
     caption: str
     hidden_states: tuple[Tensor, ...]
     token_ids: tuple[Tensor, ...]
     context: Tensor | None = None
+    layers: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,6 +233,9 @@ class FeatureCacheWriter:
             contexts = [sample.context for sample in samples if sample.context is not None]
             none = torch.zeros(0, settings.image_tokens + 1, settings.hidden_size)
             states["context"] = torch.cat([none, *contexts])
+        if settings.layers:
+            none = torch.zeros(0, len(settings.layers) * settings.hidden_size)
+            states["layers"] = torch.cat([none, *(row for sample in samples for row in sample.layers)])
         ids = [row for sample in samples for row in sample.token_ids]
         tensors = {
             "token_ids": torch.cat([torch.zeros(0, dtype=torch.long), *ids]).to("cpu", torch.int32),
@@ -383,6 +394,9 @@ class _Shard:
         self.context = None
         if settings.context:
             self.context = self._states("context", [rows, settings.image_tokens + 1, settings.hidden_size])
+        self.layers = None
+        if settings.layers:
+            self.layers = self._states("layers", [self.offsets[-1], len(settings.layers) * settings.hidden_size])
         self.token_ids = self.file.get_tensor("token_ids")
         if len(self.token_ids) and not (
             int(self.token_ids.min()) >= -1 and int(self.token_ids.max()) < settings.codebook_size
@@ -411,6 +425,7 @@ class _Shard:
             tuple(self.hidden_states(span) for span in spans),
             tuple(self.token_ids[span] for span in spans),
             None if self.context is None else self.context(slice(index * branches, (index + 1) * branches)),
+            () if self.layers is None else tuple(self.layers(span) for span in spans),
         )
 
     def _expect(self, name: str, dtype: str, shape: list[int]) -> None:
@@ -464,7 +479,7 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
     first = caches[0].settings
     for cache in caches[1:]:
         for name in ("target", "hidden_size", "prompt_slots", "image_tokens", "codebook_size", "branches", "dtype",
-                     "context"):  # fmt: skip
+                     "context", "layers"):  # fmt: skip
             one, other = getattr(first, name), getattr(cache.settings, name)
             if one != other:
                 raise ValueError(f"{caches[0].folder} has {name} {one!r}, but {cache.folder} has {other!r}")
@@ -528,6 +543,11 @@ def _check_sample(index: int, sample: CachedSample, settings: CacheSettings) -> 
         raise ValueError(f"sample {index} has a context {found}, but the cache takes {expected}")
     if sample.context is not None and not sample.context.isfinite().all():
         raise ValueError(f"sample {index} ({sample.caption[:60]!r}) has a context that is not finite")
+    wanted = [(len(ids), len(settings.layers) * settings.hidden_size) for ids in sample.token_ids if settings.layers]
+    if [tuple(states.shape) for states in sample.layers] != wanted:
+        raise ValueError(f"sample {index} has layers of another shape than {wanted}")
+    if not all(states.isfinite().all() for states in sample.layers):
+        raise ValueError(f"sample {index} ({sample.caption[:60]!r}) has layers that are not finite")
     for hidden, tokens in zip(sample.hidden_states, sample.token_ids, strict=True):
         if hidden.shape[0] != len(tokens) or hidden.shape[1:] != (settings.hidden_size,):
             raise ValueError(
@@ -556,6 +576,7 @@ def _check_ends(ends: Mapping[str, Tensor], settings: CacheSettings, path: Path)
 
 def _refuse_other_settings(folder: Path, begun: Any, ours: dict[str, Any]) -> None:
     begun = begun if isinstance(begun, dict) else {}
+    begun = {"layers": [], **begun}  # caches of before them
     pairs = {name: (begun.get(name), value) for name, value in ours.items() if name != "settings"}
     theirs = begun.get("settings") if isinstance(begun.get("settings"), dict) else {}
     for name in {**theirs, **ours["settings"]}:
@@ -572,7 +593,7 @@ def _settings(manifest: Any, path: Path) -> CacheSettings:
         found = manifest.get("schema") if isinstance(manifest, dict) else None
         raise ValueError(f"{path} has schema {found!r}, but this version reads {SCHEMA}; extract again")
     names = [f.name for f in fields(CacheSettings)]
-    manifest = {"context": False, **manifest}  # caches of before it
+    manifest = {"context": False, "layers": [], **manifest}  # caches of before them
     missing = [name for name in names if name not in manifest]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; extract again")

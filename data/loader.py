@@ -7,6 +7,7 @@ A batch is a dict; every row, one (sample, branch), has P + T slots, its caption
     token_ids      -1  -1  ...  -1  | t0   t1 ...  t(T-1)   long [B, G, P + T], -1 = caption or padding
     hidden          0   h  ...   h  | h    h  ...   h       float32 [B, G, P + T, H], after the target's final norm
     context         float32 [B, G, T + 1, H], where the cache has one (coolsd.interfaces.Prompt), else missing
+    layers          float32 [B, G, P + T, k H], where the cache has k layers of the target, else missing
     captions       B strings
     index           long [B], which samples of the cache
 
@@ -43,15 +44,16 @@ def pairs(batch: Batch) -> dict[str, Tensor]:
     seen bool [B, G, N]: the pair exists (no padding). loss bool [B, G, N]: its token is an image token, so decoding
     drafts from it; the first is (last caption slot, t0). Caption pairs are there to be attended only.
     context [B, G, N, H]: where the batch has it, what the target adds to each token's embedding (0 for a caption's).
+    layers [B, G, N, k H]: where the batch has them, the head's input instead of hidden.
     """
     hidden, tokens, valid = batch["hidden"], batch["token_ids"], batch["valid"]
     seen = valid[..., :-1] & valid[..., 1:]
-    context = {}
+    more = {"layers": batch["layers"][..., :-1, :]} if "layers" in batch else {}
     if "context" in batch:  # of the token read: token n's is row n + 1, a caption slot has none
         read = batch["context"][..., 1:, :]
-        context["context"] = F.pad(read, (0, 0, hidden.shape[-2] - 1 - read.shape[-2], 0))
+        more["context"] = F.pad(read, (0, 0, hidden.shape[-2] - 1 - read.shape[-2], 0))
     return {
-        **context,
+        **more,
         "hidden": hidden[..., :-1, :],
         "token_ids": tokens[..., 1:],
         "target_hidden": hidden[..., 1:, :],
@@ -84,12 +86,16 @@ class FeatureRows(Dataset):
         hidden = torch.zeros(*shape, settings.hidden_size)
         tokens = torch.full(shape, -1)
         valid = torch.zeros(shape, dtype=torch.bool)
+        layers = torch.zeros(*shape, len(settings.layers) * settings.hidden_size)
         for b, sample in enumerate(samples):
             for g, (states, ids) in enumerate(zip(sample.hidden_states, sample.token_ids, strict=True)):
                 hidden[b, g, -len(ids) :] = states
                 tokens[b, g, -len(ids) :] = ids
                 valid[b, g, -len(ids) :] = True
-        if not hidden.isfinite().all():
+                if settings.layers:
+                    layers[b, g, -len(ids) :] = sample.layers[g]
+        if not (hidden.isfinite().all() and layers.isfinite().all()):
+            hidden = hidden + layers.sum(-1, keepdim=True)
             bad = next(i for i, row in zip(indices, hidden, strict=True) if not row.isfinite().all())
             raise ValueError(
                 f"sample {self.chosen[bad]} of {self.cache.folder} is not finite; run coolsd cache verify on it"
@@ -97,6 +103,7 @@ class FeatureRows(Dataset):
         contexts = [sample.context for sample in samples if sample.context is not None]
         return {
             **({"context": torch.stack(contexts).float()} if contexts else {}),
+            **({"layers": layers} if settings.layers else {}),
             "hidden": hidden,
             "token_ids": tokens,
             "valid": valid,
@@ -246,6 +253,7 @@ class OnlineFeatures(FeatureModule):
         source: "images" encodes the dataset's images; "self-distill" lets the target draw images for its captions.
         guidance: Give the unconditional branch too, as a head that decodes with guidance needs.
         null_fraction: Without guidance, this share of the samples gets the null caption.
+        layers: Layers of the target to give beside its last states, for a head that reads several.
         sampling: How the target draws its images for "self-distill".
         draw_seed: Of those images and of which captions are null; `seed` of an extraction.
         dtype: Of the target's weights; auto is bfloat16 where the hardware has it.
@@ -262,6 +270,7 @@ class OnlineFeatures(FeatureModule):
         source: Literal["images", "self-distill"] = "images",
         guidance: bool = True,
         null_fraction: float = 0.0,
+        layers: list[int] | None = None,
         sampling: Sampling | None = None,
         draw_seed: int = 0,
         dtype: str = "auto",
@@ -273,7 +282,7 @@ class OnlineFeatures(FeatureModule):
         super().__init__(target, batch_size, held_out, in_memory=False, seed=seed)
         self.selection, self.dtype = Selection(dataset, limit), dtype
         self.how: dict[str, Any] = {"guidance": guidance, "null_fraction": null_fraction, "sampling": sampling}
-        self.how |= {"source": source, "seed": draw_seed}
+        self.how |= {"source": source, "seed": draw_seed, "layers": layers or ()}
 
     @property
     def cache(self) -> Any:

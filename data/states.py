@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from coolsd.heads.checkpoint import show_layers
 from coolsd.interfaces import Prompt, TargetOutput
 from coolsd.sampling import Sampling, counter_uniforms
 from data.features import CachedSample, CacheSettings, Skipped
@@ -109,7 +110,7 @@ class States:
     source: "images" encodes the dataset's images; "self-distill" lets the target draw images for its captions by plain
     decoding, with `sampling` and `seed`; image i is a function of (caption, seed, i).
     guidance: both branches of every sample. null_fraction: without guidance, the share of samples whose caption is the
-    null caption (LANTERN's data: 0.1), chosen by seed and index.
+    null caption (LANTERN's data: 0.1), chosen by seed and index. layers: of the target, kept for a `MultiLayerHead`.
     Raises ValueError where these contradict each other, or the target has no image tokenizer to encode with.
     """
 
@@ -121,6 +122,7 @@ class States:
         null_fraction: float = 0.0,
         sampling: Sampling | None = None,
         seed: int = 0,
+        layers: Sequence[int] = (),
     ) -> None:
         if not 0 <= null_fraction < 1:
             raise ValueError(f"null_fraction is {null_fraction}, but must be in [0, 1)")
@@ -132,6 +134,8 @@ class States:
             raise ValueError(f"{target.fingerprint} has no image tokenizer beside it, so it cannot encode images")
         self.target, self.source, self.guidance, self.null_fraction = target, source, guidance, null_fraction
         self.sampling, self.seed = sampling or Sampling(), seed
+        show_layers(target, layers)
+        self.layers = tuple(layers)
         self.ends = {name: tensor.detach().cpu() for name, tensor in target.ends().items()}
         self.checked = False
 
@@ -155,6 +159,7 @@ class States:
             samples_per_shard=samples_per_shard,
             dtype=dtype,
             context="context" in prompt.inputs,
+            layers=self.layers,
             settings=how,
         )
 
@@ -180,6 +185,7 @@ class States:
         ids = torch.cat([caption, tokens[:, None].expand(-1, prompt.branches, -1)], dim=-1)  # [B, G, P + T]
         held = torch.cat([prompt.mask, torch.ones_like(ids[..., prompt.mask.shape[-1] :], dtype=torch.bool)], dim=-1)
         hidden, ids, held = output.hidden_states.cpu(), ids.cpu(), held.cpu()
+        layers = torch.cat([output.layers[layer] for layer in self.layers], -1).cpu() if self.layers else None
         context = prompt.inputs["context"].cpu() if "context" in prompt.inputs else None
         return [
             CachedSample(
@@ -187,6 +193,7 @@ class States:
                 tuple(hidden[b, g][held[b, g]] for g in range(prompt.branches)),
                 tuple(ids[b, g][held[b, g]] for g in range(prompt.branches)),
                 None if context is None else context[b],
+                () if layers is None else tuple(layers[b, g][held[b, g]] for g in range(prompt.branches)),
             )
             for b, words in enumerate(captions)
         ]

@@ -8,8 +8,8 @@ import torch
 import coolsd
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
-from coolsd.heads.checkpoint import save_head
-from coolsd.heads.eagle import EagleConfig, EagleHead
+from coolsd.heads.checkpoint import load_head, save_head, show_layers
+from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.rules.relaxed import CoolSD, Vanilla
 from coolsd.sampling import Sampling
 from coolsd.transformer import grid_rope
@@ -120,7 +120,7 @@ def from_scratch(head, target, prompt, tokens, drafted, sampling, mask_pads=True
     count, slots = len(tokens), prompt.mask.shape[-1]
     forced = target.forced(prompt, tokens[None])
     pairs = torch.cat([torch.full((slots - 1,), -1), tokens])[None]
-    hidden = forced.hidden_states[0, :, : slots - 1 + count]  # [G, slots - 1 + count, H]
+    hidden = head.features(forced)[0, :, : slots - 1 + count]  # [G, slots - 1 + count, H]
     probs = []
     for token in [*drafted.tolist(), None]:
         length = pairs.shape[1]
@@ -142,11 +142,19 @@ def from_scratch(head, target, prompt, tokens, drafted, sampling, mask_pads=True
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(guidance=2.5), Sampling(guidance=2.0, top_k=3)], ids=str)
-@pytest.mark.parametrize(("mask_pads", "context"), [(True, False), (False, False), (True, True)])
-def test_chain_drafts_as_a_head_run_from_scratch(toy_copy, sampling, mask_pads, context):
-    # after each round the draft cache holds the target's own hidden states of the committed tokens
+@pytest.mark.parametrize(
+    ("mask_pads", "context", "layers"),
+    [(True, False, ()), (False, False, ()), (True, True, ()), (True, False, (1, 2)), (True, True, (1, 2))],
+)
+def test_chain_drafts_as_a_head_run_from_scratch(toy_copy, rng, sampling, mask_pads, context, layers):
+    # after each round the draft cache holds the target's own hidden states of the committed tokens, or layers joined
     target, head = toy_copy(grid=(3, 4))
-    head.config = dataclasses.replace(head.config, mask_prefix_pads=mask_pads, context=context)
+    head.config = dataclasses.replace(head.config, mask_prefix_pads=mask_pads, context=context, layers=layers)
+    if layers:
+        head = make_head(head.config, target.ends()).eval().requires_grad_(False)
+        for parameter in head.parameters():
+            parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=rng))
+        show_layers(target, layers)
     rounds = []
     result = generate(
         target, CAPTIONS, Chain(head.prepare(), 4), CoolSD(1.5), sampling, seed=3, decode_images=False,
@@ -222,3 +230,20 @@ def test_a_head_that_does_not_fit_is_refused_by_shape(toy):
         EagleHead(head.config, ends["embedding"], ends["lm_head"], ends["rope"][:12])
     with pytest.raises(ValueError, match="Chain length is 0, but must be >= 1"):
         Chain(head, 0)
+
+
+def test_a_head_of_several_layers_loads_as_such_and_has_its_target_show_them(toy_copy, tmp_path):
+    target, head = toy_copy()
+    config = dataclasses.replace(head.config, layers=(1, 2))
+    own = make_head(config, target.ends())
+    save_head(own, tmp_path / "two")
+    with pytest.warns(UserWarning, match="only shapes were checked"):
+        again = load_head(tmp_path / "two", target)
+    assert isinstance(again, MultiLayerHead) and again.config == config and target.layers == (1, 2)
+    assert torch.equal(again.join.weight, own.join.weight)
+    save_head(make_head(dataclasses.replace(config, layers=(1, 9)), target.ends()), tmp_path / "nine")
+    with (
+        pytest.warns(UserWarning, match="only shapes were checked"),
+        pytest.raises(ValueError, match=r"layers are \[1, 9\], but .* has layers 1 to 2"),
+    ):
+        load_head(tmp_path / "nine", target)

@@ -1,4 +1,5 @@
-"""Trains an EAGLE-1 draft head on cached hidden states of a target. Never loads the target: the cache carries its ends.
+"""Trains a draft head, EAGLE-1's or one that reads several layers, on cached hidden states of a target.  Never loads
+the target: the cache carries its ends.
 
 slot      0 .. P-2   P-1     P      P+1         token -1 marks a caption slot, P-1 is the last of them
 token     -1         -1      t0     t1
@@ -23,7 +24,7 @@ from torchmetrics import CatMetric
 
 from coolsd.checkpoint import write_json
 from coolsd.heads.checkpoint import read_head, save_head
-from coolsd.heads.eagle import EagleConfig, EagleHead
+from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.results import environment, source_state
 from coolsd.sampling import Sampling, mix
 from coolsd.transformer import TransformerConfig
@@ -49,7 +50,7 @@ def widened(head: EagleHead, intermediate_size: int) -> EagleHead:
             f"model.intermediate_size is {intermediate_size}, but the head of start_from has {old}; pass at least that"
         )
     transformer = replace(head.config.transformer, intermediate_size=intermediate_size)
-    wider = EagleHead(replace(head.config, transformer=transformer), head.embedding, head.lm_head, head.rope)
+    wider = type(head)(replace(head.config, transformer=transformer), head.embedding, head.lm_head, head.rope)
     state = wider.state_dict()  # shares memory with the parameters
     for name, tensor in head.state_dict().items():
         if name.endswith("gate_up.weight"):
@@ -62,7 +63,7 @@ def widened(head: EagleHead, intermediate_size: int) -> EagleHead:
 
 
 class DraftTraining(L.LightningModule):
-    """loss = SmoothL1(hidden) + classification_weight * soft cross-entropy of each branch
+    """loss = feature_weight * SmoothL1(hidden) + classification_weight * soft cross-entropy of each branch
     + guided_weight * soft cross-entropy of the guided distribution, the one that verification sees
     - acceptance_weight * sum min(q, w p) of it, the acceptance itself (EAGLE-1: both 0); w = 1, or by `relaxation`.
     rollout: depths, of which all but the first read the head's own predictions, as a chain does (EAGLE-1: 1); depth s
@@ -86,6 +87,7 @@ class DraftTraining(L.LightningModule):
         learning_rate: float = 1e-3,
         weight_decay: float = 0.01,
         warmup_steps: int = 50,
+        feature_weight: float = 1.0,
         classification_weight: float = 0.1,
         guided_weight: float = 0.0,
         acceptance_weight: float = 0.0,
@@ -153,8 +155,9 @@ class DraftTraining(L.LightningModule):
             settings.image_tokens,
             target=settings.target,
             context=settings.context,
+            layers=settings.layers,
         )
-        return EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"])
+        return make_head(config, ends)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(
@@ -212,8 +215,11 @@ class DraftTraining(L.LightningModule):
         branches = batch["hidden"].shape[1]
         rows = {name: value.flatten(0, 1) for name, value in pairs(batch).items()}  # R = B * G rows
         tokens, hidden, goal, trained = rows["token_ids"], rows["hidden"], rows["target_hidden"], rows["loss"]
+        if isinstance(self.head, MultiLayerHead):
+            hidden = self.head.join(rows["layers"])
         if stage == "train" and self.hparams["noise"]:
-            hidden = hidden + self.hparams["noise"] * self._noise(batch["index"], batch["hidden"]).flatten(0, 1)
+            noise = self._noise(batch["index"], hidden.detach().unflatten(0, (-1, branches)))
+            hidden = hidden + self.hparams["noise"] * noise.flatten(0, 1)
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
         cache = RolloutCache(self.head.config.transformer.layers)
         flat = torch.empty(0, device=hidden.device)  # for a real cache
@@ -237,9 +243,9 @@ class DraftTraining(L.LightningModule):
         return loss
 
     def _noise(self, index: Tensor, hidden: Tensor) -> Tensor:
-        """Uniform in +- one standard deviation of each sample, [B, G, N, H] for all pairs; drawn on the host, so the
-        same on every device and however samples are shared out between processes."""
-        shape, epoch, noise = hidden[0, :, 1:].shape, self.current_epoch, []
+        """Uniform in +- one standard deviation of each sample's hidden [B, G, N, H], of the same shape; drawn on the
+        host, so the same on every device and however samples are shared out between processes."""
+        shape, epoch, noise = hidden.shape[1:], self.current_epoch, []
         for number in index.tolist():
             generator = torch.Generator().manual_seed(int(mix(mix(torch.tensor(self.seed + epoch)) ^ number)) >> 1)
             noise.append(2 * torch.rand(shape, generator=generator) - 1)
@@ -247,7 +253,8 @@ class DraftTraining(L.LightningModule):
 
     def _weighed(self, losses: dict[str, Tensor]) -> Tensor:
         wanted = losses.get("relaxed", losses["acceptance"])
-        loss = losses["feature"] + self.hparams["classification_weight"] * losses["classification"]
+        loss = self.hparams["feature_weight"] * losses["feature"]
+        loss = loss + self.hparams["classification_weight"] * losses["classification"]
         loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
         return loss - self.hparams["acceptance_weight"] * wanted if self.hparams["acceptance_weight"] else loss
 

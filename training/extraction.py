@@ -128,6 +128,8 @@ class Extraction(L.LightningModule):
         dtype: Of the target's weights; auto is bfloat16 where the hardware has it.
         cache_dtype: Of the stored hidden states; int8 and float8 (scaled per token and channel) take half of bfloat16.
         samples_per_shard: A finished shard survives an interruption.
+        layers: Layers of the target to keep beside its last states, low to high, for a head that reads several, as
+            EAGLE-3's does; each takes as much room as those.
         max_bad_fraction: Stop where more of the items cannot be used; fewer are skipped and listed in skipped.jsonl.
         dry_run: Say how much there is to extract and how large it will be, and stop.
     """
@@ -144,6 +146,7 @@ class Extraction(L.LightningModule):
         dtype: str = "auto",
         cache_dtype: Literal["bfloat16", "float16", "float32", "int8", "float8"] = "bfloat16",
         samples_per_shard: int = 64,
+        layers: list[int] | None = None,
         max_bad_fraction: float = 0.01,
         dry_run: bool = False,
     ) -> None:
@@ -155,7 +158,8 @@ class Extraction(L.LightningModule):
         if not 0 <= max_bad_fraction <= 1:
             raise ValueError(f"max_bad_fraction is {max_bad_fraction}, but must be in [0, 1]")
         self.folder, self.target_folder, self.source = Path(cache), target, source
-        self.how = {"guidance": guidance, "null_fraction": null_fraction, "sampling": sampling, "seed": seed}
+        self.how = {"guidance": guidance, "null_fraction": null_fraction, "sampling": sampling, "seed": seed,
+                    "layers": layers or ()}  # fmt: skip
         self.target_dtype, self.cache_dtype, self.samples_per_shard = dtype, cache_dtype, samples_per_shard
         self.max_bad_fraction, self.dry_run = max_bad_fraction, dry_run
         self.pending: list[CachedSample] = []

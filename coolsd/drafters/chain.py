@@ -42,7 +42,7 @@ class HeadDrafter:
             self.context = self.head.shifted(prompt.inputs["context"].flatten(0, 1))
         tokens = torch.full((len(token), slots), -1, device=token.device)
         tokens[:, -1] = token
-        self._pend(tokens, output.hidden_states, torch.full_like(token, slots), slots)
+        self._pend(tokens, self.head.features(output), torch.full_like(token, slots), slots)
 
     def _pend(self, tokens: Tensor, hidden_states: Tensor, count: Tensor, longest: int) -> None:
         """tokens [B, K] with the hidden states before them [B, G, K, H]; the first count[b] are real."""
@@ -75,7 +75,7 @@ class HeadDrafter:
         return rope, self.context[torch.arange(len(token), device=token.device)[:, None], token]
 
     def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
-        hidden = output.hidden_states
+        hidden = self.head.features(output)
         if not self.is_chain:
             along = verification.path[:, None, :, None].expand(-1, self.branches, -1, hidden.shape[-1])
             hidden = hidden.gather(2, along)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from coolsd.checkpoint import (
     same_weights,
     save_checkpoint,
 )
-from coolsd.heads.eagle import EagleConfig, EagleHead
+from coolsd.heads.eagle import EagleConfig, EagleHead, make_head
 
 
 def load_head(folder: str | Path, target: Any, verify: bool = False, compile: bool = False) -> EagleHead:
@@ -28,6 +28,7 @@ def load_head(folder: str | Path, target: Any, verify: bool = False, compile: bo
     target fingerprint: shapes are checked, and one warning says so.
     """
     head = read_head(folder, target.ends(), target.fingerprint, verify)
+    show_layers(target, head.config.layers)
     head = head.to(target.device, target.dtype).eval().requires_grad_(False).prepare(pack=not compile)
     if compile:
         head.transformer.compile(dynamic=False)
@@ -51,7 +52,7 @@ def read_head(folder: str | Path, ends: Mapping[str, Tensor], target: str, verif
             f"head {path} was trained on {own.target}, but the target is {target}; "
             f"pass a head trained for it, or extract and fit again"
         )
-    head = EagleHead(own, ends["embedding"], ends["lm_head"], ends["rope"])
+    head = make_head(own, ends)
     load_strictly(head, read_tensors(path), path / "model.safetensors")
     return head
 
@@ -59,3 +60,10 @@ def read_head(folder: str | Path, ends: Mapping[str, Tensor], target: str, verif
 def save_head(head: EagleHead, folder: Path) -> str:
     """Write a head's own parameters (not the target's ends); returns the checkpoint's fingerprint."""
     return save_checkpoint(folder, head.config.to_json(), head.state_dict())
+
+
+def show_layers(target: Any, layers: Sequence[int]) -> None:
+    """From now on the target's outputs have these layers, too. Raises ValueError where it has no such layer."""
+    if layers and not all(1 <= layer <= target.layer_count for layer in layers):
+        raise ValueError(f"layers are {list(layers)}, but {target.fingerprint} has layers 1 to {target.layer_count}")
+    target.layers = tuple(sorted({*target.layers, *layers}))

@@ -8,15 +8,16 @@ Used unchanged by training and decoding. Knows hidden states and tokens; knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coolsd.interfaces import TargetOutput
 from coolsd.kv_cache import KVCache
-from coolsd.transformer import Transformer, TransformerConfig, freeze, product
+from coolsd.transformer import Linear, Transformer, TransformerConfig, freeze, product
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class EagleConfig:
     own_embedding: the head brings its token embedding (published heads do) instead of sharing the target's.
     mask_prefix_pads: padded prompt slots are not attended (published heads attend them).
     context: the token embedding includes what the target adds to it for the caption (`Prompt.inputs["context"]`).
+    layers: those of the target that a `MultiLayerHead` reads, numbered from 1; none for an `EagleHead`.
     """
 
     transformer: TransformerConfig
@@ -37,10 +39,12 @@ class EagleConfig:
     own_embedding: bool = False
     mask_prefix_pads: bool = True
     context: bool = False
+    layers: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EagleConfig:
         value = {key: entry for key, entry in value.items() if key != "architecture"}
+        value["layers"] = tuple(value.get("layers", ()))
         try:
             return cls(**{**value, "transformer": TransformerConfig(**value["transformer"])})
         except (KeyError, TypeError) as error:
@@ -156,8 +160,34 @@ class EagleHead(nn.Module):
             x = token + self._feature(hidden_states)
         return self.transformer(x, rope, mask, cache, flat)
 
+    def features(self, output: TargetOutput) -> Tensor:
+        """What the head reads of the target's output, [B, G, N, H]."""
+        return output.hidden_states
+
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., V] by the target's own output matrix, with no further norm."""
         if self._table is None:
             return torch.nn.functional.linear(hidden_states, self.lm_head)
         return self._output(hidden_states)
+
+
+class MultiLayerHead(EagleHead):
+    """An EAGLE head that reads several layers of the target, low to high, joined to one vector (EAGLE-3, 2503.01840).
+
+    Of its own predictions it reads one vector, as an EAGLE head does: they stand for the joined ones.
+    """
+
+    def __init__(self, config: EagleConfig, embedding: Tensor, lm_head: Tensor, rope: Tensor) -> None:
+        super().__init__(config, embedding, lm_head, rope)
+        size = config.transformer.hidden_size
+        self.join = Linear(len(config.layers) * size, size)
+        with torch.no_grad():  # start as an EAGLE head on the last of them
+            self.join.weight.mul_(0.1)[:, -size:] += torch.eye(size)
+
+    def features(self, output: TargetOutput) -> Tensor:
+        return self.join(torch.cat([output.layers[layer] for layer in self.config.layers], -1))
+
+
+def make_head(config: EagleConfig, ends: Mapping[str, Tensor]) -> EagleHead:
+    """The head of a config, with random weights, on the target's `ends()`."""
+    return (MultiLayerHead if config.layers else EagleHead)(config, ends["embedding"], ends["lm_head"], ends["rope"])

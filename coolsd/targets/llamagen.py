@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,6 +111,8 @@ class LlamaGen(nn.Module):
         self.image_tokens = config.grid[0] * config.grid[1]
         self.codebook_size = config.codebook_size
         self.hidden_size = config.transformer.hidden_size
+        self.layers: tuple[int, ...] = ()
+        self.layer_count = config.transformer.layers
         self.fingerprint = "unsaved"
         self.folder: Path | None = None  # where it was loaded from: tables made of its weights are kept there
         self.embedding = nn.Embedding(config.codebook_size, self.hidden_size)
@@ -184,18 +186,25 @@ class LlamaGen(nn.Module):
         rows = torch.arange(context.shape[0], device=index.device)[:, None]
         return x + context[rows, (index + 1).clamp(max=self.image_tokens)]
 
-    def _output(self, hidden: Tensor, branches: int, logits_from: int = 0) -> TargetOutput:
+    def _output(
+        self, x: Tensor, rope: Tensor, mask: Tensor, branches: int, logits_from: int = 0,
+        cache: KVCache | None = None, flat: Tensor | None = None,
+    ) -> TargetOutput:  # fmt: skip
+        shown = dict.fromkeys(self.layers, x)
+        hidden = self.transformer(x, rope, mask, cache, flat, shown or None)
         logits = self.lm_head(hidden[:, logits_from:])
-        return TargetOutput(logits.unflatten(0, (-1, branches)), hidden.unflatten(0, (-1, branches)))
+        layers = {number: states.unflatten(0, (-1, branches)) for number, states in shown.items()}
+        return TargetOutput(logits.unflatten(0, (-1, branches)), hidden.unflatten(0, (-1, branches)), layers)
 
     def prefill(self, prompt: Prompt, tree_slots: int) -> tuple[TargetOutput, KVCache]:
         slots = self.config.prompt_slots
         mask = prompt.mask.flatten(0, 1)
         cache = self.transformer.new_cache(mask.shape[0], slots + self.image_tokens + tree_slots, mask)
         flat, bias = cache.place(slots)
-        hidden = self.transformer(self._prompt_embeddings(prompt), self.rope[None, :slots], bias, cache, flat)
+        x, rope = self._prompt_embeddings(prompt), self.rope[None, :slots]
+        output = self._output(x, rope, bias, prompt.branches, slots - 1, cache, flat)
         cache.keep(None, torch.full_like(cache.length, slots), slots)
-        return self._output(hidden, prompt.branches, slots - 1), cache
+        return output, cache
 
     def score(self, tree: DraftTree, prompt: Prompt, cache: KVCache) -> TargetOutput:
         parent, device = tree.parent, tree.tokens.device
@@ -209,7 +218,7 @@ class LlamaGen(nn.Module):
         position = cache.length[:, None] + depths  # [R, N]
         x = self._token_embeddings(tree.tokens, position - self.config.prompt_slots, prompt)
         rope = self.rope[position.clamp(max=self.rope.shape[0] - 1)]
-        return self._output(self.transformer(x, rope, bias, cache, flat), prompt.branches)
+        return self._output(x, rope, bias, prompt.branches, 0, cache, flat)
 
     def forced(self, prompt: Prompt, tokens: Tensor) -> TargetOutput:
         slots, length = self.config.prompt_slots, tokens.shape[1]
@@ -219,9 +228,8 @@ class LlamaGen(nn.Module):
         valid = F.pad(prompt.mask.flatten(0, 1), (0, length), value=True)
         own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
         mask = (seen & valid[:, None] | own)[:, None]
-        hidden = self.transformer(x, self.rope[None, : slots + length], mask)
-        output = self._output(hidden, prompt.branches, slots - 1)
-        return TargetOutput(output.logits[:, :, :-1], output.hidden_states)
+        output = self._output(x, self.rope[None, : slots + length], mask, prompt.branches, slots - 1)
+        return replace(output, logits=output.logits[:, :, :-1])
 
     def encode_images(self, images: Tensor) -> Tensor:
         return self.image_tokenizer.encode_images(images)
