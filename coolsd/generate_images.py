@@ -6,8 +6,6 @@ Image number `row` is a function of (caption, seed, row) alone, so batches can b
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 import random
@@ -190,13 +188,14 @@ def read_prompts(path: Path) -> list[str]:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         lines = _coco_captions(text, path)
-    elif path.suffix == ".tsv":
-        rows = list(csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))
-        if rows and "Prompt" not in rows[0]:
-            raise ValueError(f"{path} has no column Prompt; its columns are {', '.join(rows[0])}")
-        lines = [row["Prompt"] or "" for row in rows]
+    elif path.suffix.lower() == ".tsv":
+        header, *rows = [line.split("\t") for line in text.split("\n")]
+        header = [name.strip() for name in header]
+        if "Prompt" not in header:
+            raise ValueError(f"{path} has no column Prompt; its columns are {', '.join(header)}")
+        lines = [" ".join(row[header.index("Prompt")].split()) for row in rows if len(row) > header.index("Prompt")]
     else:
         lines = text.splitlines()
     if not (captions := [line.strip() for line in lines if line.strip()]):
@@ -208,8 +207,10 @@ def _coco_captions(text: str, path: Path) -> list[str]:
     try:
         of_images: dict[int, list[str]] = {}
         for entry in json.loads(text)["annotations"]:
-            of_images.setdefault(int(entry["image_id"]), []).append(str(entry["caption"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if not isinstance(entry["caption"], str):
+                raise TypeError(f"a caption is {entry['caption']!r}")
+            of_images.setdefault(int(entry["image_id"]), []).append(entry["caption"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is no caption file of MS-COCO: {type(error).__name__} {error}") from None
     chance = random.Random(0)
     images = sorted(of_images)

@@ -163,6 +163,9 @@ class TargetModel(Protocol):
     def ends(self) -> dict[str, Tensor]:
         """What a draft head shares: embedding [V, H], norm [H], lm_head [V, H], rope [P + T (+ spare), D / 2, 2]."""
 
+    def problem(self, caption: str) -> str | None:
+        """Why `encode` would refuse this caption, in few words; None where it would not."""
+
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt: ...
 
     def prefill(self, prompt: Prompt, tree_slots: int) -> tuple[TargetOutput, Any]:

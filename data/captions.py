@@ -2,12 +2,14 @@
 
 Knows files, captions and pixels; knows no token and no target.  What `source` may be:
 
-    folder of name.jpg + name.txt            captions in text files beside the images (LANTERN's layout)
-    folder with metadata.csv|jsonl|parquet   an `imagefolder`
     folder of images, and `annotations`      MS-COCO's captions_*.json
-    *.parquet, *.arrow, *.tar                files, a folder of them, or a pattern; tar = webdataset
     folder of `Dataset.save_to_disk`
+    folder with metadata.csv|jsonl|parquet   an `imagefolder`, the files in subfolders too
+    folder of name.jpg + name.txt            captions in text files beside the images (as LANTERN has them), likewise
+    *.tar, *.parquet, *.arrow                files, a folder of them, or a pattern; tar = webdataset
     anything else                            a name on the hub, streamed or not
+
+The first that fits, in this order.
 
 Files of others are hostile: decoded by a few formats only, up to a number of pixels, and never outside `source`.
 """
@@ -15,9 +17,12 @@ Files of others are hostile: decoded by a few formats only, up to a number of pi
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import hashlib
 import io
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,9 +41,12 @@ KNOWN = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none tha
 FORMATS = tuple(name for name in KNOWN if name in Image.OPEN)
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
+FILES = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img")
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentences", "prompt")
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+SPLITS = {"train": "train", "training": "train", "val": "validation", "valid": "validation", "dev": "validation",
+          "validation": "validation", "test": "test", "testing": "test"}  # fmt: skip
 LARGEST_FILE = 1 << 30  # bytes of an image, or of a caption file
 
 
@@ -80,9 +88,16 @@ def read_image(content: bytes, max_pixels: int) -> Image.Image:
     try:
         image.seek(0)
         image.load()
+        return _plain(image)
+    except BadItem:
+        raise
     except Exception as error:
         reason = "truncated image" if "truncated" in str(error) else "broken image"
         raise BadItem(reason, str(error)) from None
+
+
+def _plain(image: Image.Image) -> Image.Image:
+    """A loaded image of any mode -> RGB."""
     with contextlib.suppress(Exception):  # a broken EXIF block says nothing about the orientation
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
@@ -118,9 +133,10 @@ class ImageCaptionPairs(Dataset):
         size: Pixels a side, the target's; images are cropped to the square in their middle.
         columns: Names of the image and of the caption column, as [jpg, json.caption]; a dot looks into a structure.
             null finds the usual ones.
-        captions: Of an image with several: "one" takes its first, "all" makes an item of each.
+        captions: Of an image with several: "one" takes its first, "all" makes an item of each (which a training may
+            hold out apart from one another).
         annotations: MS-COCO's captions_*.json for a folder of images.
-        split: Of a source that has several.
+        split: Of a source that has several, by the names of its files or folders.
         streaming: Read a hub's or files' rows in their order as they come, without a copy on disk; needs `limit`.
         limit: Only the first so many rows.
         max_pixels: A larger image is left out: it would take gigabytes of memory.
@@ -147,6 +163,9 @@ class ImageCaptionPairs(Dataset):
             raise ValueError('streaming needs a limit, the number of rows, and captions "one": a stream has no length')
         self.source, self.size, self.split, self.max_pixels = source, size, split, max_pixels
         self.folder = Path(source) if Path(source).is_dir() else None
+        if annotations is not None and self.folder is None:
+            raise ValueError(f"annotations go with a folder of images, but {source} is none")
+        self.roots = [self.folder] if self.folder else [] if _local(source) else [Path(datasets.config.HF_CACHE_HOME)]
         self.ordered = streaming  # a stream gives its rows in no other order
         self.rows, found = _open(source, annotations, split, streaming)
         self.image_column, self.caption_column = columns or (None, None)
@@ -157,15 +176,17 @@ class ImageCaptionPairs(Dataset):
         for name in (self.image_column, self.caption_column):
             if name.partition(".")[0] not in names:
                 raise ValueError(f"{source} has no column {name!r}; its columns are {', '.join(names)}")
+        used = dict.fromkeys(name.partition(".")[0] for name in (self.image_column, self.caption_column, "__key__"))
+        self.rows = self.rows.select_columns([name for name in used if name in names])  # others are never decoded
         if isinstance((self.rows.features or {}).get(self.image_column), datasets.Image):
             self.rows = self.rows.cast_column(self.image_column, datasets.Image(decode=False))
         self._stream: Iterator[Any] | None = None
         self._next = 0
         self.items: list[tuple[int, int]] | range = range(limit or 0)
         if not streaming:
-            used = range(min(len(self.rows), limit or len(self.rows)))
-            several = self._captions_of_all(used) if captions == "all" else None
-            self.items = used if several is None else [(row, k) for row in used for k in range(several[row])]
+            first = range(min(len(self.rows), limit or len(self.rows)))
+            several = self._captions_of_all(first) if captions == "all" else None
+            self.items = first if several is None else [(row, k) for row in first for k in range(several[row])]
 
     def __len__(self) -> int:
         return len(self.items)
@@ -230,27 +251,33 @@ class ImageCaptionPairs(Dataset):
 
     def _streamed(self, index: int) -> Mapping[str, Any]:
         """Row `index` of a stream: read on to it, from the start where it has passed."""
-        if self._stream is None or index < self._next:
-            self._stream, self._next = iter(self.rows.skip(index)), index
-        for row in self._stream:
-            self._next += 1
-            if self._next > index:
-                return row
+        try:
+            if self._stream is None or index < self._next:
+                self._stream, self._next = iter(self.rows.skip(index)), index
+            for row in self._stream:
+                self._next += 1
+                if self._next > index:
+                    return row
+        except Exception as error:  # a generator that raised is over: the rest of the stream cannot be had
+            raise ValueError(f"{self.source} broke off at row {self._next}: {_why(error)}") from None
         raise BadItem("end of the stream", f"it has {self._next} rows", f"item {index}")
 
     def _content(self, value: Any) -> bytes:
-        """The encoded image of a cell: bytes, or a path inside the source."""
+        """The encoded image of a cell: bytes, or a path inside the source (of a hub name: inside the hub's cache)."""
         if isinstance(value, Mapping):
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
         if isinstance(value, bytes):
             return value
-        if not isinstance(value, str):
+        if not isinstance(value, str) or "\0" in value:
             raise BadItem("missing image", f"the cell holds {type(value).__name__}")
-        if self.folder is None:
+        if not self.roots:
             raise BadItem("missing image", "the cell holds a path, which is only followed inside a folder")
-        path = self.folder / value
-        if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise BadItem("path outside the folder", value)
+        path = self.roots[0] / value
+        try:
+            if not path.resolve().is_relative_to(self.roots[0].resolve()):
+                raise BadItem("path outside the folder", value)
+        except (OSError, RuntimeError) as error:
+            raise BadItem("missing image", str(error)) from None
         return _read(path)
 
 
@@ -260,6 +287,8 @@ def _read(path: Path) -> bytes:
             raise BadItem("too large a file", f"{path.stat().st_size} bytes")
         return path.read_bytes()
     except OSError as error:
+        if error.errno not in ABSENT:  # the machine's trouble, not the file's: it may be there next time
+            raise
         raise BadItem("missing image", error.strerror or str(error)) from None
 
 
@@ -294,57 +323,129 @@ def _pick(what: str, usual: Sequence[str], names: Sequence[str], source: str) ->
     return found
 
 
+def _local(source: str) -> bool:
+    """Whether this is a place on this machine, and no name to ask the hub for."""
+    path = Path(source)
+    return path.exists() or "*" in source or source.startswith((".", "/", "~")) or (
+        len(path.parts) > 1 and path.parent.is_dir()
+    )  # fmt: skip
+
+
 def _open(source: str, annotations: str | None, split: str, streaming: bool) -> tuple[Any, list[str]]:
     """(the rows, their column names where the rows do not say)."""
     path = Path(source)
     if annotations is not None:
         return _coco(path, Path(annotations)), []
     if path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir())
-        if "dataset_info.json" in names and "state.json" in names:
-            return datasets.load_from_disk(source), []
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return _saved(path, split), []
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        if metadata := [file for file in files if file.name in METADATA]:
+            return _imagefolder(path, _of_split(path, metadata, split)), []
+        if any(file.suffix.lower() in ENDINGS and file.with_suffix(".txt").is_file() for file in files):
+            return _beside(path, [file for file in files if file.suffix.lower() in ENDINGS]), []
         for ending, builder in FILES.items():
-            files = sorted(str(file) for file in path.rglob(f"*{ending}") if file.name not in METADATA)
-            if files:
-                return _loaded(source, split, streaming, path=builder, data_files={split: files})
-        if any(name in METADATA for name in names):
-            return _loaded(source, split, streaming, path="imagefolder", data_dir=source)
-        return _beside(path), []
+            if found := [file for file in files if file.suffix.lower() == ending and file.stat().st_size]:
+                chosen = [glob.escape(str(file)) for file in _of_split(path, found, split)]
+                return _loaded(source, split, streaming, path=builder, data_files={split: chosen})
+        images = sum(file.suffix.lower() in ENDINGS for file in files)
+        raise ValueError(
+            f"{source} holds {images} images, but no captions: neither {', '.join(METADATA)} nor text files beside the "
+            f"images, nor {', '.join(FILES)} files; for MS-COCO name its JSON by annotations"
+        )
     ending = path.suffix.lower()
-    if ending in FILES and (path.exists() or "*" in source):
-        return _loaded(source, split, streaming, path=FILES[ending], data_files={split: source})
-    local = path.exists() or source.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
-    if local:  # not a name to ask the hub for
+    if ending in FILES and _local(source):
+        pattern = glob.escape(source) if path.exists() else source
+        return _loaded(source, split, streaming, path=FILES[ending], data_files={split: pattern})
+    if _local(source):
         raise ValueError(f"{source} is no folder and no file of {', '.join(FILES)}")
     return _loaded(source, split, streaming, path=source)
+
+
+def _of_split(folder: Path, files: Sequence[Path], split: str) -> list[Path]:
+    """Those of the wanted split, where names of files or folders tell several splits apart; else all."""
+    named: dict[Path, str | None] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", str(file.relative_to(folder)).lower())
+        named[file] = next((SPLITS[word] for word in words if word in SPLITS), None)
+    kinds = set(named.values())
+    if len(kinds) < 2:
+        return list(files)
+    chosen = [file for file, kind in named.items() if kind == SPLITS.get(split, split)]
+    if not chosen:
+        raise ValueError(f"{folder} has no split {split!r}; its files are of {', '.join(sorted(map(str, kinds)))}")
+    return chosen
+
+
+def _why(error: BaseException) -> str:
+    """The first line of an error's cause, for `datasets` wraps what matters."""
+    cause = error.__cause__ or error.__context__ or error
+    return str(cause).splitlines()[0] if str(cause) else type(cause).__name__
 
 
 def _loaded(source: str, split: str, streaming: bool, **how: Any) -> tuple[Any, list[str]]:
     """By `datasets.load_dataset`; its many errors become one sentence."""
     try:
         rows = datasets.load_dataset(**how, split=split, streaming=streaming)
-        names = list(rows.column_names or next(iter(rows), {}))
+        names = rows.column_names
+        if not names:  # a stream that does not know: look at a row, images undecoded
+            names = list(next(iter(rows.decode(False)), {}))
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{source} cannot be read as captioned images (split {split!r}): {why}") from None
-    return rows, names
+        raise ValueError(f"{source} cannot be read as captioned images (split {split!r}): {_why(error)}") from None
+    return rows, list(names)
 
 
-def _beside(folder: Path) -> datasets.Dataset:
+def _saved(folder: Path, split: str) -> datasets.Dataset:
+    """A folder of `save_to_disk`, of one split or of several."""
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            known = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+            if split not in known:
+                raise ValueError(f"no split {split!r}; it has {', '.join(map(str, known))}")
+            folder = folder / split
+        for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]:
+            if not (folder / entry["filename"]).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"its file {entry['filename']!r} lies outside")
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise ValueError(f"{folder} cannot be read as a saved dataset: {error}") from None
+
+
+def _imagefolder(folder: Path, metadata: Sequence[Path]) -> datasets.Dataset:
+    """Rows of metadata files; their column file_name becomes `image`, a path below the folder."""
+    parts = []
+    for path in metadata:
+        builder = {"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:])
+        rows, names = _loaded(str(path), "train", False, path=builder, data_files=glob.escape(str(path)))
+        if "file_name" not in names:
+            raise ValueError(f"{path} has no column file_name; its columns are {', '.join(names)}")
+        below = path.parent.relative_to(folder)
+        files = [None if name is None else str(below / str(name)) for name in rows["file_name"]]
+        parts.append(rows.remove_columns("file_name").add_column("image", files))
+    return datasets.concatenate_datasets(parts)
+
+
+def _beside(folder: Path, images: Sequence[Path]) -> datasets.Dataset:
     """Images with a text file of the same name beside them; an image without one has an empty caption."""
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
-    texts = [path.with_suffix(".txt") for path in images]
-    if not any(text.is_file() for text in texts):
-        raise ValueError(
-            f"{folder} holds {len(images)} images, but no captions: neither {', '.join(METADATA)} nor text files "
-            f"beside the images, nor {', '.join(FILES)} files; for MS-COCO name its JSON by annotations"
-        )
-    captions = [
-        text.read_bytes()[:LARGEST_FILE] if text.is_file() and text.resolve().is_relative_to(folder.resolve()) else b""
-        for text in texts
-    ]
     names = [str(path.relative_to(folder)) for path in images]
-    return datasets.Dataset.from_dict({"image": names, "caption": captions})
+    strange = [name for name in names if not _encodes(name)]
+    if strange:
+        warnings.warn(f"{len(strange)} files of {folder} are left out: their names are not UTF-8", stacklevel=2)
+    captions = []
+    for path in images:
+        text = path.with_suffix(".txt")
+        inside = text.is_file() and text.resolve().is_relative_to(folder.resolve())
+        captions.append(text.read_bytes()[:LARGEST_FILE] if inside else b"")
+    rows = [(name, words) for name, words in zip(names, captions, strict=True) if _encodes(name)]
+    return datasets.Dataset.from_dict({"image": [name for name, _ in rows], "caption": [words for _, words in rows]})
+
+
+def _encodes(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _coco(folder: Path, annotations: Path) -> datasets.Dataset:

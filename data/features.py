@@ -27,6 +27,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -89,7 +90,7 @@ class CacheSettings:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < LARGEST:
                 raise ValueError(f"feature cache: {name} is {value!r}, but must be an integer >= 1")
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"feature cache: dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         if not isinstance(self.context, bool):
             raise ValueError(f"feature cache: context is {self.context!r}, but must be true or false")
@@ -175,7 +176,10 @@ class FeatureCacheWriter:
         return sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
 
     def _check_disk(self) -> None:
-        need = int(1.05 * (self.settings.samples * self.settings.bytes_per_sample - self.bytes_written))
+        shards = range(self.settings.shards)
+        missing = [shard for shard in shards if not (self.folder / shard_name(shard)).exists()]
+        samples = sum(len(self.settings.samples_of(shard)) for shard in missing)
+        need = int(1.05 * samples * self.settings.bytes_per_sample)
         free = shutil.disk_usage(self.folder).free
         if need > free:
             raise ValueError(
@@ -213,7 +217,8 @@ class FeatureCacheWriter:
     def write_ends(self, ends: Mapping[str, Tensor]) -> None:
         """The target's tensors that a head needs, as target.ends() gives them."""
         _check_ends(ends, self.settings, self.folder / "ends.safetensors")
-        _write(self.folder / "ends.safetensors", save({k: v.detach().cpu().contiguous() for k, v in ends.items()}))
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in ends.items()}  # may share memory
+        _write(self.folder / "ends.safetensors", save(own))
 
     def write_shard(self, shard: int, samples: Sequence[CachedSample], skipped: Sequence[Skipped] = ()) -> None:
         """All samples of the shard, in order, to a temporary name, then fsync and rename; then the hash file.
@@ -263,14 +268,24 @@ class FeatureCacheWriter:
                 "with this shard"
             ) from None
 
-    def list_skipped(self, skipped: Sequence[Skipped]) -> str:
-        """Write skipped.jsonl ahead of time, for a run that stops; says how many of each reason, and where."""
-        lines = [_line(asdict(one)) for one in skipped]
-        _write(self.folder / "skipped.jsonl", b"".join(lines))
-        return f"{_listed(_reasons(lines))}; see {self.folder / 'skipped.jsonl'}"
+    def check_skipped(self, skipped: Sequence[Skipped], most: float) -> None:
+        """Raises ValueError where this is more than the fraction `most` of all items, and lists them."""
+        self._check_lines([_line(asdict(one)) for one in skipped], most)
 
-    def finish(self) -> FeatureCache:
-        """Write the manifest, once all shards and the ends are there; one process calls it, last of all."""
+    def _check_lines(self, lines: Sequence[bytes], most: float) -> None:
+        if len(lines) > most * self.settings.samples:
+            _write(self.folder / "skipped.jsonl", b"".join(lines))
+            raise ValueError(
+                f"{len(lines)} of {self.settings.samples} items cannot be used: {_listed(_reasons(lines))}; see "
+                f"{self.folder / 'skipped.jsonl'}; raise --max-bad-fraction above {most:g} to go on without them"
+            )
+
+    def finish(self, max_bad_fraction: float = 1.0, earlier_error: float = 0.0) -> FeatureCache:
+        """Write the manifest, once all shards and the ends are there; one process calls it, last of all.
+
+        earlier_error: relative error of what was written here, against its own original. Raises ValueError where more
+        than a fraction of all items was skipped.
+        """
         missing = [i for i in range(self.settings.shards) if not _hash_path(self.folder / shard_name(i)).exists()]
         if missing:
             raise ValueError(f"{self.folder} lacks {len(missing)} of {self.settings.shards} shards; run extract again")
@@ -281,12 +296,15 @@ class FeatureCacheWriter:
             with _opened(path) as file:
                 kept.append(file.get_slice("caption_offsets").get_shape()[0] - 1)
                 names = file.keys()
-                lines += bytes(file.get_tensor("skipped").tolist()).splitlines() if "skipped" in names else []
+                skipped = bytes(file.get_tensor("skipped").tolist()) if "skipped" in names else b""
+                lines += skipped.splitlines(keepends=True)
                 errors += file.get_tensor("error").tolist() if "error" in names and kept[-1] else []
         if not sum(kept):
             raise ValueError(f"none of {self.settings.samples} items could be used: {_listed(_reasons(lines))}")
+        self._check_lines(lines, max_bad_fraction)
+        (self.folder / "skipped.jsonl").unlink(missing_ok=True)
         if lines:
-            _write(self.folder / "skipped.jsonl", b"".join(line + b"\n" for line in lines))
+            _write(self.folder / "skipped.jsonl", b"".join(lines))
         manifest = {
             "schema": SCHEMA,
             **asdict(self.settings),
@@ -299,7 +317,7 @@ class FeatureCacheWriter:
             ],
         }  # fmt: skip
         if errors:  # of int8 and float8: mean of |x - what is read| / |x| over the tokens of a shard, then over shards
-            manifest["relative_error"] = sum(errors) / len(errors)
+            manifest["relative_error"] = math.hypot(sum(errors) / len(errors), earlier_error)
         _write(self.folder / "manifest.json", _json(manifest))
         for left_over in self.folder.glob(".*.part"):
             left_over.unlink()
@@ -498,7 +516,7 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
                 chosen = [places[order[i]] for i in settings.samples_of(shard)]
                 writer.write_shard(shard, [cache[index] for cache, index in chosen])
         writer.write_ends(caches[0].ends())
-        return writer.finish()
+        return writer.finish(earlier_error=max(cache.relative_error or 0.0 for cache in caches))
     finally:
         writer.release()
 

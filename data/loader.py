@@ -204,10 +204,11 @@ class FeatureModule(L.LightningDataModule):
         kept = round(used * self.held_out)
         if self.held_out > 0:
             kept = min(max(kept, 1), used - 1)
-        split = used - kept
-        if split < self.batch_size:
+        split, processes = used - kept, self.trainer.world_size if self.trainer else 1
+        if split // processes < self.batch_size:
             raise ValueError(
-                f"{split} training samples of {self.folder} make no batch of {self.batch_size}; lower batch_size"
+                f"{split} training samples of {self.folder}, shared by {processes} process(es), make no batch of "
+                f"{self.batch_size}; lower batch_size"
             )
         in_memory = self.in_memory
         if in_memory is None:
@@ -281,8 +282,14 @@ class OnlineFeatures(FeatureModule):
     ) -> None:
         super().__init__(target, batch_size, held_out, in_memory=False, seed=seed)
         self.selection, self.dtype = Selection(dataset, limit), dtype
+        if getattr(dataset, "ordered", False):
+            raise ValueError("a stream gives its rows in one order, and training wants another; extract a cache of it")
         self.how: dict[str, Any] = {"guidance": guidance, "null_fraction": null_fraction, "sampling": sampling}
         self.how |= {"source": source, "seed": draw_seed, "layers": layers or ()}
+
+    def held_out_captions(self, count: int) -> list[str]:
+        kept, last = self.cache.kept, self._rows[False].chosen[::-1][:count]
+        return [self.selection.read(kept[index], image=False)[1] for index in last]
 
     @property
     def cache(self) -> Any:
@@ -299,7 +306,8 @@ class _Online:
     def __init__(self, states: States, selection: Selection) -> None:
         self.states, self.selection, self.folder = states, selection, states.target.fingerprint
         self.images = states.source == "images"
-        found = [read_batch(selection, [index], self.images)[2:] for index in range(len(selection))]  # no image is kept
+        items = range(len(selection))
+        found = [read_batch(selection, [item], self.images, states.problem)[2:] for item in items]  # no image is kept
         self.kept = [index for kept, _ in found for index in kept]
         skipped = [one for _, some in found for one in some]
         if not self.kept:
@@ -316,7 +324,8 @@ class _Online:
         return self.read([index])[0]
 
     def read(self, indices: Sequence[int]) -> list[CachedSample]:
-        images, captions, kept, _ = read_batch(self.selection, [self.kept[index] for index in indices], self.images)
+        chosen = [self.kept[index] for index in indices]
+        images, captions, kept, _ = read_batch(self.selection, chosen, self.images, self.states.problem)
         return self.states(images, captions, kept)
 
     def ends(self) -> dict[str, Tensor]:

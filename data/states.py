@@ -1,13 +1,13 @@
 """What a head is trained on: a target's hidden states for captioned images, one forced pass each.
 
 Knows datasets and a target's interface; knows no file. `training.extraction` writes the states to a cache,
-`data.online` hands them to a training as they are made.
+`data.loader.OnlineFeatures` hands them to a training as they are made.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -60,13 +60,15 @@ class Selection:
         sample = self.dataset[self.chosen[index]]
         return sample["image"] if image else None, sample["caption"]
 
-    def some_caption(self) -> str:
-        """The first one that can be read. Raises ValueError where there is none."""
+    def some_caption(self, problem: Callable[[str], str | None]) -> str:
+        """The first one that can be read and has no problem. Raises ValueError where there is none."""
         for index in range(len(self)):
             try:
-                return self.read(index, image=False)[1]
+                caption = self.read(index, image=False)[1]
             except BadItem:
                 continue
+            if problem(caption) is None:
+                return caption
         raise ValueError(f"none of {len(self)} captions can be read")
 
     def fingerprint(self) -> str:
@@ -88,13 +90,18 @@ class Selection:
 
 
 def read_batch(
-    selection: Selection, indices: Sequence[int], images: bool
+    selection: Selection, indices: Sequence[int], images: bool, problem: Callable[[str], str | None] | None = None
 ) -> tuple[Tensor | None, tuple[str, ...], tuple[int, ...], tuple[Skipped, ...]]:
-    """Images uint8 [B, 3, h, w] or None, B captions, the B indices that could be read, and those that could not."""
+    """Images uint8 [B, 3, h, w] or None, B captions, the B indices that could be read, and those that could not.
+
+    problem: says of a caption why the target refuses it, or None.
+    """
     pixels, captions, kept, skipped = [], [], [], []
     for index in indices:
         try:
             image, caption = selection.read(index, images)
+            if problem is not None and (why := problem(caption)) is not None:
+                raise BadItem(f"caption with {why}", caption[:60], f"item {index}")
         except BadItem as bad:
             skipped.append(Skipped(index, bad.item, bad.reason, bad.detail))
             continue
@@ -140,7 +147,7 @@ class States:
         self.checked = False
 
     def settings(self, selection: Selection, samples_per_shard: int, dtype: str) -> CacheSettings:
-        self.caption = selection.some_caption()
+        self.caption = selection.some_caption(self.problem)
         prompt = self.prompt([self.caption], [0])
         how: dict[str, Any] = {"source": self.source, "target_dtype": str(self.target.dtype).removeprefix("torch.")}
         if self.source == "self-distill":
@@ -162,6 +169,10 @@ class States:
             layers=self.layers,
             settings=how,
         )
+
+    def problem(self, caption: str) -> str | None:
+        """Why the target refuses a caption, or None."""
+        return self.target.problem(caption)
 
     def prompt(self, captions: Sequence[str], indices: Sequence[int]) -> Prompt:
         """G branches, or where some captions are to be null one, that of the caption or of the null caption."""

@@ -1,7 +1,10 @@
 """Captioned images of every layout, and of every kind of broken or hostile file."""
 
+import contextlib
+import errno
 import io
 import json
+import os
 import tarfile
 from collections import Counter
 
@@ -15,6 +18,7 @@ from PIL import Image
 from coolsd.cli import main
 from data.captions import ImageCaptionPairs, center_crop, read_image
 from data.features import FeatureCache
+from data.loader import OnlineFeatures
 from data.states import BadItem, Selection
 from tests.hostile_images import encoded, make, noise
 from tests.test_features import arguments, checkpoint  # noqa: F401
@@ -216,3 +220,150 @@ def test_extraction_skips_counts_and_lists(hostile, checkpoint, tmp_path, capfd)
     assert captions.count("a thing") == len(captions) - 2
     assert main(["cache", "info", str(cache.folder)]) == 0
     assert f"kept               {len(cache)}; skipped: " in capfd.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- what a review brought up
+
+
+def test_other_columns_are_never_decoded(tmp_path):
+    """A second image per sample, which Pillow would hand to another program, or refuse."""
+    for shard, extra in enumerate(
+        [(".eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), (".gif", b"no image")]
+    ):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for ending, data in ((".png", images()[0][1]), (".txt", b"words"), extra):
+                entry = tarfile.TarInfo(f"{shard}{ending}")
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+        for streaming in ({}, {"streaming": True, "limit": 1}):
+            pairs = ImageCaptionPairs(str(tmp_path / f"{shard}.tar"), SIZE, **streaming)
+            assert pairs[0]["caption"] == "words" and pairs[0]["image"].shape == (3, SIZE, SIZE)
+
+
+def test_splits_are_kept_apart(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split, rows in (("train", range(4)), ("test", range(4, 6))):
+        table().select(rows).to_parquet(str(tmp_path / "data" / f"{split}-00000-of-00001.parquet"))
+    for split, count in (("train", 4), ("test", 2)):
+        pairs = ImageCaptionPairs(str(tmp_path), SIZE, split=split)
+        assert len(pairs) == count and pairs.caption(0) == f"caption {0 if split == 'train' else 4}"
+    with pytest.raises(ValueError, match="no split 'val'; its files are of test, train"):
+        ImageCaptionPairs(str(tmp_path), SIZE, split="val")
+    both = datasets.DatasetDict(train=table().select(range(4)), test=table().select(range(4, 6)))
+    both.save_to_disk(str(tmp_path / "saved"))
+    assert ImageCaptionPairs(str(tmp_path / "saved"), SIZE, split="test").caption(0) == "caption 4"
+    with pytest.raises(ValueError, match="no split 'val'; it has train, test"):
+        ImageCaptionPairs(str(tmp_path / "saved"), SIZE, split="val")
+
+
+def test_files_with_words_of_splits_in_their_names_are_files(tmp_path):
+    folder = tmp_path / "[odd]"
+    (folder / "more").mkdir(parents=True)
+    for where, names in ((folder, ("steam-train.png", "test-3.png")), (folder / "more", ("c.png",))):
+        for name in names:
+            (where / name).write_bytes(images()[0][1])
+        rows = [json.dumps({"file_name": name, "text": f"of {name}"}) for name in names]
+        (where / "metadata.jsonl").write_text("\n".join(rows))
+    (folder / "stray.tar").touch()
+    pairs = ImageCaptionPairs(str(folder), SIZE)
+    assert sorted(pairs[i]["caption"] for i in range(len(pairs))) == ["of c.png", "of steam-train.png", "of test-3.png"]
+
+
+def test_what_img2dataset_writes_is_read(tmp_path):
+    (tmp_path / "00000").mkdir()
+    beside(tmp_path / "00000")
+    pq.write_table(pa.table({"url": ["x"], "caption": ["not this one"]}), tmp_path / "00000.parquet")
+    assert ImageCaptionPairs(str(tmp_path), SIZE)[1]["caption"] == "caption 1"
+
+
+def test_a_saved_dataset_reads_no_file_outside(tmp_path):
+    table().save_to_disk(str(tmp_path / "secret"))
+    table().save_to_disk(str(tmp_path / "open"))
+    state = json.loads((tmp_path / "open" / "state.json").read_text())
+    state["_data_files"][0]["filename"] = f"../secret/{state['_data_files'][0]['filename']}"
+    (tmp_path / "open" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="lies outside"):
+        ImageCaptionPairs(str(tmp_path / "open"), SIZE)
+    (tmp_path / "open" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read as a saved dataset"):
+        ImageCaptionPairs(str(tmp_path / "open"), SIZE)
+
+
+def test_trouble_of_the_machine_is_no_bad_item(tmp_path, monkeypatch):
+    pairs = ImageCaptionPairs(**beside(tmp_path), size=SIZE)
+
+    def refuse(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            pairs[0]
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(BadItem, match="missing image"):
+        pairs[0]
+
+
+def test_odd_names_and_palettes(tmp_path):
+    beside(tmp_path)
+    (tmp_path / os.fsdecode(b"caf\xe9.png")).write_bytes(images()[0][1])
+    with pytest.warns(UserWarning, match="1 files of .* are left out"):
+        assert len(ImageCaptionPairs(str(tmp_path), SIZE)) == 6
+    palette = encoded(noise().quantize(2), "PNG", transparency=bytes(500))
+    with contextlib.suppress(BadItem):  # and nothing else
+        assert read_image(palette, 10_000).mode == "RGB"
+    found = {"images": [{"id": 1, "file_name": "a\0.png"}], "annotations": [{"image_id": 1, "caption": "x"}]}
+    (tmp_path / "c.json").write_text(json.dumps(found))
+    with pytest.raises(BadItem, match="missing image"):
+        ImageCaptionPairs(str(tmp_path), SIZE, annotations=str(tmp_path / "c.json"))[0]
+
+
+def test_too_many_bad_ones_stay_too_many_when_run_again(hostile, checkpoint, tmp_path, capfd):  # noqa: F811
+    """Each run sees a part of them; what counts is all."""
+    folder, expected = hostile
+    data = ["--data.dataset", "data.captions.ImageCaptionPairs", "--data.dataset.source", str(folder)]
+    command = ["extract", *arguments(checkpoint, tmp_path / "cache"), *data, "--data.dataset.size", "64"]
+    command[command.index("--data.limit") + 1] = str(len(expected))
+    bad = sum(reason is not None for reason in expected.values())
+    for _ in range(8):
+        assert main([*command, f"--max-bad-fraction={0.8 * bad / len(expected)}"]) == 2
+    assert f"{bad} of {len(expected)} items cannot be used" in capfd.readouterr().err
+    assert not (tmp_path / "cache" / "manifest.json").exists()
+    assert main([*command, f"--max-bad-fraction={bad / len(expected)}"]) == 0
+
+
+class Captions(torch.utils.data.Dataset):
+    """Images of one colour; every third caption has no word."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        words = "" if index % 3 == 2 else f"a b {index}"
+        return {"image": torch.full((3, 64, 64), 20 * index, dtype=torch.uint8), "caption": words}
+
+
+def test_captions_that_the_target_refuses_are_skipped(checkpoint, tmp_path):  # noqa: F811
+    data = ["--data.dataset", "tests.test_captions.Captions", "--max-bad-fraction", "0.4"]
+    command = ["extract", *arguments(checkpoint, tmp_path), *data]
+    command[command.index("--data.limit") + 1] = "12"
+    assert main(command) == 0
+    cache = FeatureCache(tmp_path)
+    assert len(cache) == 8 and cache.skipped == {"caption with no words": 4}
+    online = OnlineFeatures(Captions(), str(checkpoint), dtype="float32", batch_size=2)
+    online.setup("fit")
+    cached = [cache[index].caption for index in range(8)]
+    assert [online.cache[index].caption for index in range(len(online.cache))] == cached
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_stream_is_extracted_whole_whatever_the_workers(checkpoint, tmp_path, workers):  # noqa: F811
+    (tmp_path / "tars").mkdir()
+    where = webdataset(tmp_path / "tars")["source"]
+    data = ["--data.dataset", "data.captions.ImageCaptionPairs", "--data.dataset.source", where]
+    data += ["--data.dataset.streaming", "true", "--data.dataset.limit", "6", "--data.dataset.size", "64"]
+    command = ["extract", *arguments(checkpoint, tmp_path / "cache"), *data, "--data.workers", str(workers)]
+    command[command.index("--data.limit") + 1] = "6"
+    assert main(command) == 0
+    cache = FeatureCache(tmp_path / "cache")
+    assert [cache[index].caption for index in range(6)] == [words for _, _, words in images()]

@@ -20,7 +20,7 @@ OVERLAY = ROOT / "recipes" / "strategies" / "cpu_deepspeed.yaml"
 RECIPE = """
 model: {class_path: training.draft.DraftTraining, init_args: {warmup_steps: 2, intermediate_size: 32}}
 data: {class_path: data.loader.FeatureModule, init_args: {cache: CACHE, held_out: 0.2}}
-trainer: {accelerator: cpu, max_epochs: 10, log_every_n_steps: 1, enable_progress_bar: false,
+trainer: {accelerator: cpu, max_epochs: 10, log_every_n_steps: 2, enable_progress_bar: false,
   enable_model_summary: false}
 """
 
@@ -52,7 +52,7 @@ def trained(cache, folder, batch_size, *more, run=main):
 
 
 def losses(run):
-    """The loss of every step, of all processes, as TensorBoard has it."""
+    """The loss of every second step, of all processes, as TensorBoard has it."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     return [event.value for event in events.Scalars("train/loss")]
 
@@ -79,7 +79,7 @@ def test_every_strategy_trains_the_head_that_one_process_trains(cache, plain, tm
         assert list((tmp_path / "run" / "checkpoints").glob("*.ckpt/checkpoint/*_optim_states.pt"))  # DeepSpeed's
     assert shared.keys() == expected.keys()
     ours, theirs = losses(tmp_path / "run"), losses(plain[0] / "run")
-    assert len(ours) == 20 and ours == pytest.approx(theirs, rel=1e-4)
+    assert len(ours) == 10 and ours == pytest.approx(theirs, rel=1e-4)
     assert abs(theirs[0] - theirs[-1]) > 0.01 * abs(theirs[0])  # it learns
     for name in expected:  # Adam divides by small second moments: rounding shows in the fourth digit of a step of 1e-3
         torch.testing.assert_close(shared[name], expected[name], atol=2e-4, rtol=1e-3)

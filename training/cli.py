@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,8 @@ def extract(args: list[str]) -> None:
     defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
     quiet = ["--return_predictions", "false", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
     short = {"--dry-run": "--model.dry_run=true", "--max-bad-fraction": "--model.max_bad_fraction"}
-    _run(["predict", *defaults, *quiet, *(short.get(word, word) for word in args)])
+    words = [re.sub(r"^--[a-z-]+", lambda option: short.get(option[0], option[0]), word) for word in args]
+    _run(["predict", *defaults, *quiet, *words])
 
 
 def export(args: list[str]) -> None:

@@ -26,7 +26,7 @@ from coolsd.checkpoint import write_json
 from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.results import environment, source_state
-from coolsd.sampling import Sampling, mix
+from coolsd.sampling import Sampling, counter_uniforms
 from coolsd.transformer import TransformerConfig
 from data.features import CacheSettings
 from data.loader import pairs
@@ -132,7 +132,7 @@ class DraftTraining(L.LightningModule):
                 f"{unconditional}"
             )
         ends = {name: tensor.float() for name, tensor in ends.items()}
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) << 20
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         if self.hparams["start_from"] is not None:
             head = read_head(self.hparams["start_from"], ends, settings.target)
             self.head = widened(head, self.hparams["intermediate_size"] or head.config.transformer.intermediate_size)
@@ -218,7 +218,7 @@ class DraftTraining(L.LightningModule):
         if isinstance(self.head, MultiLayerHead):
             hidden = self.head.join(rows["layers"])
         if stage == "train" and self.hparams["noise"]:
-            noise = self._noise(batch["index"], hidden.detach().unflatten(0, (-1, branches)))
+            noise = self._noise(batch["index"], *(x.unflatten(0, (-1, branches)) for x in (hidden, rows["seen"])))
             hidden = hidden + self.hparams["noise"] * noise.flatten(0, 1)
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
         cache = RolloutCache(self.head.config.transformer.layers)
@@ -242,14 +242,16 @@ class DraftTraining(L.LightningModule):
         self._report({"loss": loss, **found[0]}, found, stage, len(batch["hidden"]))
         return loss
 
-    def _noise(self, index: Tensor, hidden: Tensor) -> Tensor:
-        """Uniform in +- one standard deviation of each sample's hidden [B, G, N, H], of the same shape; drawn on the
-        host, so the same on every device and however samples are shared out between processes."""
-        shape, epoch, noise = hidden.shape[1:], self.current_epoch, []
-        for number in index.tolist():
-            generator = torch.Generator().manual_seed(int(mix(mix(torch.tensor(self.seed + epoch)) ^ number)) >> 1)
-            noise.append(2 * torch.rand(shape, generator=generator) - 1)
-        return torch.stack(noise).to(hidden) * hidden.flatten(1).std(1)[:, None, None, None]
+    @torch.no_grad()
+    def _noise(self, index: Tensor, hidden: Tensor, seen: Tensor) -> Tensor:
+        """Uniform in +- one standard deviation of each sample's hidden [B, G, N, H] (padding aside: seen [B, G, N]), of
+        the same shape: a function of (seed, epoch, sample), so the same however samples are shared out."""
+        chance = counter_uniforms(self.seed, index, self.current_epoch, 1, hidden[0].numel())[0].view_as(hidden)
+        held, axes = seen[..., None], (1, 2, 3)
+        count = held.sum(axes, keepdim=True) * hidden.shape[-1]
+        mean = (hidden * held).sum(axes, keepdim=True) / count
+        deviation = (((hidden - mean) * held).pow(2).sum(axes, keepdim=True) / count).sqrt()
+        return (2 * chance - 1) * deviation
 
     def _weighed(self, losses: dict[str, Tensor]) -> Tensor:
         wanted = losses.get("relaxed", losses["acceptance"])
@@ -269,9 +271,11 @@ class DraftTraining(L.LightningModule):
                     values |= {f"{name}_{depth}": mass for depth, mass in enumerate(masses[1:], start=2)}
                     values[length] = 1 + masses.cumprod(0).sum()
         shown = self._trainer is None or (self.global_step + 1) % self.trainer.log_every_n_steps == 0
-        for name, value in values.items():  # processes wait for each other only where a number is looked at
-            bar, together = name in ("loss", "acceptance"), stage != "train" or shown
-            self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=together)
+        for name, value in values.items():
+            if stage == "train" and shown and self._trainer is not None:  # processes wait only where it is looked at
+                value = self.trainer.strategy.reduce(value.detach(), reduce_op="mean")
+            bar = name in ("loss", "acceptance")
+            self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=stage != "train")
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         return self._step(batch, "train")

@@ -95,7 +95,9 @@ class CaptionedImages(L.LightningDataModule):
         passes = plan(module.unfinished(), module.settings, self.batch_size, rank, world_size)
         batches = _Batches(self.selection, passes, images=module.source == "images")
         order = EpochSampler(len(passes), 0, 0, 1, shuffle=False)  # the passes are this process's own already
-        return DataLoader(batches, batch_size=None, sampler=order, num_workers=self.workers)
+        streamed = getattr(self.selection.dataset, "ordered", False)  # `datasets` shares a stream out between workers
+        workers = min(self.workers, 1) if streamed else self.workers
+        return DataLoader(batches, batch_size=None, sampler=order, num_workers=workers)
 
     def transfer_batch_to_device(
         self, batch: CaptionedBatch, device: torch.device, dataloader_idx: int
@@ -211,8 +213,25 @@ class Extraction(L.LightningModule):
         rank_zero_info(f"{self.settings.shards - len(missing)} of {self.settings.shards} shards are finished already")
         return missing
 
+    def _sifted(self, batch: CaptionedBatch) -> CaptionedBatch:
+        """Without the captions that the target refuses: only here is there a target."""
+        whys = [self.states.problem(caption) for caption in batch.captions]
+        if not any(whys):
+            return batch
+        use = [place for place, why in enumerate(whys) if why is None]
+        refused = tuple(
+            Skipped(batch.kept[place], f"item {batch.kept[place]}", f"caption with {why}", batch.captions[place][:60])
+            for place, why in enumerate(whys)
+            if why is not None
+        )
+        images = None if batch.images is None else batch.images[use]
+        captions, kept = (tuple(values[place] for place in use) for values in (batch.captions, batch.kept))
+        skipped = tuple(sorted((*batch.skipped, *refused), key=lambda one: one.index))
+        return CaptionedBatch(batch.of, images, captions, kept, skipped)  # type: ignore[arg-type]
+
     def predict_step(self, batch: CaptionedBatch, batch_idx: int) -> dict[str, int]:
         """Returns how many samples it kept (in a dict, for DeepSpeed); their states went to the cache."""
+        batch = self._sifted(batch)
         samples = self.states(batch.images, batch.captions, batch.kept) if batch.kept else self.states.idle()
         if batch.of.shard is None:
             return {"samples": 0}
@@ -226,12 +245,8 @@ class Extraction(L.LightningModule):
         return {"samples": len(samples)}
 
     def _refuse_too_many_bad_ones(self) -> None:
-        bad = self.bad + self.skipped
-        if len(bad) > self.max_bad_fraction * self.settings.samples:
-            raise ValueError(
-                f"{len(bad)} of {self.settings.samples} items cannot be used: {self.writer.list_skipped(bad)}; raise "
-                f"--max-bad-fraction above {self.max_bad_fraction:g} to go on without them"
-            )
+        """As soon as this process sees it; `finish` counts those of all processes and of earlier runs."""
+        self.writer.check_skipped(self.bad + self.skipped, self.max_bad_fraction)
 
     def teardown(self, stage: str) -> None:
         """After all processes are done, the first writes the target's ends and the manifest."""
@@ -241,7 +256,7 @@ class Extraction(L.LightningModule):
         if self.trainer.is_global_zero:
             try:
                 self.writer.write_ends(self.states.ends)
-                cache = self.writer.finish()
+                cache = self.writer.finish(self.max_bad_fraction)
             finally:
                 self.writer.release()
             left_out = f", {sum(cache.skipped.values())} skipped ({cache.skipped})" if cache.skipped else ""

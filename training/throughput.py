@@ -123,7 +123,7 @@ def _loading(cache: FeatureCache, batch_size: int, workers: int, device: torch.d
     options: dict[str, Any] = {
         "accelerator": device.type, "devices": 1, "max_steps": 12, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [steps], "limit_val_batches": 0,
-        "use_distributed_sampler": False,
+        "use_distributed_sampler": False, "default_root_dir": str(cache.folder.parent / "run"),
     }  # fmt: skip
     guidance = 2.0 if cache.settings.branches == 2 else 1.0
     L.Trainer(**options).fit(DraftTraining(guidance=guidance), FeatureModule(str(cache.folder), batch_size))

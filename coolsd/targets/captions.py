@@ -33,6 +33,10 @@ class WordEncoder(nn.Module):
         self.tokenizer = tokenizer
         self.embedding = nn.Embedding(words, caption_dim)
 
+    def problem(self, caption: str) -> str | None:
+        """Why this caption would be refused."""
+        return None if self.tokenizer.encode(caption).ids else "no words"
+
     def forward(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
         """Raises ValueError for a caption without words. Warns of words that it does not know, which all share one
         vector, and of words that do not fit into the slots, which are left out."""
@@ -75,6 +79,10 @@ class T5Encoder:
     ) -> None:
         self.name, self.keep, self.device, self.dtype = name, keep, torch.device(device), dtype
         self._loaded: tuple[Any, Any] | None = None
+
+    def problem(self, caption: str) -> str | None:
+        """Why this caption would be refused."""
+        return None if clean(caption) else "no words"
 
     def __call__(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
         """Raises ValueError for a caption of which cleaning leaves nothing."""
@@ -135,10 +143,15 @@ class ClassLabels:
     def __init__(self, classes: int) -> None:
         self.classes = classes
 
+    def problem(self, caption: str) -> str | None:
+        """Why this caption would be refused."""
+        number = re.fullmatch(r"\s*[0-9]{1,9}\s*", caption)
+        return None if number and int(caption) < self.classes else "no class number"
+
     def __call__(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
         """Raises ValueError for anything but 0 .. classes - 1."""
         for row, caption in enumerate(captions):
-            if not re.fullmatch(r"\s*[0-9]{1,9}\s*", caption) or int(caption) >= self.classes:
+            if self.problem(caption):
                 raise ValueError(
                     f"caption {row} is {caption[:60]!r}, but this target draws classes: give a number from 0 to "
                     f"{self.classes - 1}"

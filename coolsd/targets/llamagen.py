@@ -151,7 +151,12 @@ class LlamaGen(nn.Module):
         self.rope = rope.to(self.rope.device)  # positions stay exact whatever the weights' dtype
         if self.image_tokenizer is not None:
             self.image_tokenizer.to(self.rope.device)
+        if isinstance(self.caption_encoder, T5Encoder):
+            self.caption_encoder.device = self.rope.device
         return self
+
+    def problem(self, caption: str) -> str | None:
+        return self.caption_encoder.problem(caption)
 
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt:
         """B captions -> prompt with G = 2 branches (caption, null caption with the caption's mask) or G = 1."""
