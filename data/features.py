@@ -176,9 +176,8 @@ class FeatureCacheWriter:
         return sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
 
     def _check_disk(self) -> None:
-        shards = range(self.settings.shards)
-        missing = [shard for shard in shards if not (self.folder / shard_name(shard)).exists()]
-        samples = sum(len(self.settings.samples_of(shard)) for shard in missing)
+        there = [re.fullmatch(r"shard-(\d+)\.safetensors", path.name) for path in self.folder.glob("shard-*")]
+        samples = self.settings.samples - sum(len(self.settings.samples_of(int(name[1]))) for name in there if name)
         need = int(1.05 * samples * self.settings.bytes_per_sample)
         free = shutil.disk_usage(self.folder).free
         if need > free:

@@ -388,7 +388,7 @@ def test_memory_is_shared_by_the_processes_of_a_machine(cache, monkeypatch):
     monkeypatch.setattr("data.loader._free_memory", lambda: 4 * 10 * SETTINGS.bytes_per_sample)
     for processes, fits in ((1, True), (2, True), (3, False)):
         module = FeatureModule(str(cache.folder))
-        module.trainer = Mock(num_devices=processes)
+        module.trainer = Mock(num_devices=processes, world_size=1)
         module.setup("fit")
         assert (module._rows[True].memory is not None) == fits
 
