@@ -68,20 +68,20 @@ def throughput(
                     images, captions, kept, _ = read_batch(selection, batch, images=True)
                     pending += states(images, captions, kept)
 
-                images, captions, kept, _ = read_batch(selection, batch, images=True)
+                images, captions, _, _ = read_batch(selection, batch, images=True)
                 assert images is not None
                 with torch.no_grad():
                     prompt, drawn = model.encode(captions, True), model.encode_images(images.to(model.device))
                     if not whole:
                         model.forced(prompt, drawn)  # warm up
-                    bare.append(timed(lambda p=prompt, t=drawn: model.forced(p, t), model.device) / len(kept))
+                    bare.append(timed(lambda p=prompt, t=drawn: model.forced(p, t), model.device))
                     pixels = images.to(model.device)
-                    reading.append(timed(lambda x=pixels: model.encode_images(x), model.device) / len(kept))
-                whole.append(timed(extract, model.device) / len(kept))
-            whole[-1] += timed(lambda s=shard, p=pending: writer.write_shard(s, p), model.device) / len(indices)
+                    reading.append(timed(lambda x=pixels: model.encode_images(x), model.device))
+                whole.append(timed(extract, model.device))
+            whole.append(timed(lambda s=shard, p=pending: writer.write_shard(s, p), model.device))
         writer.write_ends(states.ends)
         cache = writer.finish()
-        extraction, passes, encoding = (sum(times) / len(times) for times in (whole, bare, reading))
+        extraction, passes, encoding = (sum(times) / samples for times in (whole, bare, reading))
         found = {
             "extraction_tokens_per_s": tokens / extraction,
             "bare_tokens_per_s": tokens / passes,
