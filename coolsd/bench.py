@@ -54,6 +54,7 @@ def bench(
     shape: LlamaGenConfig | None = None,
     length: int = 5,
     repeats: int = 5,
+    tokens: int | None = None,
     sampling: Sampling = EMOJI_SAMPLING,
     compile: bool = False,
     device: str = "auto",
@@ -68,6 +69,7 @@ def bench(
         shape: Instead of both, a LlamaGen of this shape and its head with random weights: what a size costs.
         length: Tokens the chain drafts per target call.
         repeats: Images each is measured on.
+        tokens: How many of an image's tokens are decoded, with room for all; default all.
         sampling: How logits become a distribution.
         compile: Measure all once more under torch.compile, beside the eager numbers.
         device: cpu, cuda, mps or auto.
@@ -75,6 +77,7 @@ def bench(
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}, but must be >= 1")
+    before = peak(pick_device(device))
     measurements: list[Measurement] = []
     for compiled in (False, True) if compile else (False,):
         if shape is None:
@@ -83,11 +86,15 @@ def bench(
         else:
             model, loaded = random_pair(shape, pick_device(device), dtype, compiled)
         mark = " (compiled)" if compiled else ""
-        measurements.append(ours(model, [Chain(loaded, length), StaticTree(loaded)], sampling, mark))
+        count = model.image_tokens if tokens is None else tokens
+        if not 2 <= count <= model.image_tokens:
+            raise ValueError(f"tokens is {count}, but must be from 2 to {model.image_tokens}, an image's own")
+        measurements.append(ours(Beginning(model, count), [Chain(loaded, length), StaticTree(loaded)], sampling, mark))
         if not compiled:
             measurements[0](0)
-            memory = {"weights_and_cache": needed(model, loaded, sampling.branches), "peak": peak(model.device)}
-        measurements.append(theirs(model, sampling.branches, compiled, mark))
+            held = peak(model.device)
+            memory = {"weights_and_cache": needed(model, loaded, sampling.branches), "peak": held, "before": before}
+        measurements.append(theirs(model, count, sampling.branches, compiled, mark))
     found: dict[str, list[float]] = {}
     for turn in range(repeats + 1):
         for measurement in measurements:
@@ -111,6 +118,7 @@ def bench(
         "target": model.fingerprint,
         "sampling": asdict(sampling),
         "repeats": repeats,
+        "tokens": count,
         "milliseconds": milliseconds,
         "ratios": ratios,
         "bytes": memory,
@@ -157,6 +165,16 @@ class _RandomCaptions:
         return torch.randn(len(captions), slots, self.width), torch.ones(len(captions), slots, dtype=torch.bool)
 
 
+class Beginning:
+    """A target whose images end after so many tokens; all else, its cache too, is the whole image's."""
+
+    def __init__(self, target: Any, tokens: int) -> None:
+        self.target, self.image_tokens = target, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
 def needed(model: Any, head: EagleHead, branches: int) -> int:
     """Bytes of all weights, each once, and of the keys and values of one image, from their shapes."""
     own = {p.data_ptr(): p.nbytes for module in (model, head) for p in [*module.parameters(), *module.buffers()]}
@@ -201,12 +219,12 @@ def ours(model: Any, drafters: Sequence[HeadDrafter], sampling: Sampling, mark: 
     return measure
 
 
-def theirs(model: Any, rows: int, compiled: bool, mark: str) -> Measurement:
+def theirs(model: Any, tokens: int, rows: int, compiled: bool, mark: str) -> Measurement:
     """transformers' generate with StaticCache: same layers, widths, vocabulary, rows and tokens, random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape: TransformerConfig = model.config.transformer
-    slots, tokens = model.config.prompt_slots, model.image_tokens
+    slots = model.config.prompt_slots
     config = LlamaConfig(
         vocab_size=model.codebook_size,
         hidden_size=shape.hidden_size,
@@ -275,7 +293,10 @@ def show(results: dict[str, Any]) -> None:
     for name, value in results["ratios"].items():
         print(f"{name}: {value:.2f} (below 1: coolsd is faster)")
     held = {name: f"{count / 1e6:.0f} MB" for name, count in results["bytes"].items()}
-    print(f"weights and cache by their shapes {held['weights_and_cache']}, at most in use {held['peak']}")
+    print(
+        f"weights and cache by their shapes {held['weights_and_cache']}, at most in use {held['peak']}, of which "
+        f"{held['before']} before they were loaded"
+    )
     table = results["neighbour_table"]
     print(f"nearest {table['k']} codes of each of {table['codes']}, once per codebook: {table['seconds']:.1f} s")
     machine = f"{made['device']}, {made['cpu']}, {made['threads']} threads"

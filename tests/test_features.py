@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
 import tracemalloc
@@ -701,10 +702,8 @@ def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(ch
     runs = [("one", 1, ["auto"], ()), ("ddp", 2, ["ddp"], ()), ("zero", 2, zero, ()),
             ("begun", 1, ["auto"], ("--trainer.limit_predict_batches", "9")), ("begun", 2, zero, ())]  # fmt: skip
     for name, devices, strategy, more in runs:
-        command = [sys.executable, "-m", "coolsd.cli", "extract", *arguments(checkpoint, tmp_path / name)]
-        command += ["--trainer.devices", str(devices), "--trainer.strategy", *strategy, "--data.limit", "65", *more]
-        threads = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=threads)
+        command = [sys.executable, *extraction(checkpoint, tmp_path / name, devices, strategy, *more)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=one_thread())
         assert (done.returncode == 0) == (not more), done.stderr[-3000:]
         if more:
             assert 0 < len(hashes(tmp_path / name)) < 17
@@ -713,6 +712,40 @@ def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(ch
     assert len(hashes(tmp_path / "one")) == 17
     for name in ("ddp", "zero", "begun"):
         assert hashes(tmp_path / name) == hashes(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_nodes_extract_equal_shards(checkpoint, tmp_path):
+    """Two nodes of one process each (here on one machine), started by torchrun with ZeRO-3 and by hand with DDP."""
+    alone = [sys.executable, *extraction(checkpoint, tmp_path / "one", 1, ["auto"])]
+    subprocess.run(alone, cwd=ROOT, check=True, timeout=300, env=one_thread())
+    zero = ["training.strategies.DeepSpeedCPUStrategy", "--trainer.strategy.stage", "3"]
+    for name, strategy in (("torchrun", zero), ("by hand", ["ddp"])):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        nodes = []
+        for node in ("0", "1"):
+            launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", node, "--nproc_per_node", "1"]
+            launcher += ["--master_addr", "127.0.0.1", "--master_port", port]
+            command = extraction(checkpoint, tmp_path / name, 1, strategy, "--trainer.num_nodes", "2")
+            place = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, *(launcher if name == "torchrun" else ()), *command]
+            env = one_thread() if name == "torchrun" else one_thread() | place
+            nodes.append(subprocess.Popen(command, cwd=ROOT, env=env))
+        assert [node.wait(300) for node in nodes] == [0, 0]
+        FeatureCache(tmp_path / name).verify()
+        assert hashes(tmp_path / name) == hashes(tmp_path / "one")
+
+
+def extraction(checkpoint, folder, devices, strategy, *more):
+    """What follows `python` to extract 65 samples."""
+    command = ["-m", "coolsd.cli", "extract", *arguments(checkpoint, folder), "--trainer.devices", str(devices)]
+    return [*command, "--trainer.strategy", *strategy, "--data.limit", "65", *more]
+
+
+def one_thread():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_throughput_is_told_as_ratios(checkpoint, capsys):

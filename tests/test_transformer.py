@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coolsd.transformer import Block, RMSNorm, Transformer, TransformerConfig, freeze, grid_rope, rotate
+from coolsd.transformer import Block, RMSNorm, Transformer, TransformerConfig, freeze, grid_rope, product, rotate
 from coolsd.tree import ancestors
 
 PLAIN = TransformerConfig(32, 2, 4, 40)
@@ -172,3 +172,17 @@ def test_frozen_products_are_the_same_and_thaw(rng):
     with torch.no_grad():
         model.layers[0].attention.qkv.weight.add_(1)
         assert not torch.allclose(model.train()(x, rope), plain)  # training reads the weights themselves
+
+
+@pytest.mark.parametrize("rows", [1, 6, 50])
+def test_emulated_bfloat16_products_are_rounded_once(rng, monkeypatch, rows):
+    """Where the CPU has no bfloat16: float32 sums of the bfloat16 numbers, in more than one part, in every shape."""
+    monkeypatch.setattr("coolsd.transformer.bfloat16_on_cpu", lambda: False)
+    monkeypatch.setattr("coolsd.transformer.PART", 5)
+    weight, x = torch.randn(13, 8, generator=rng).bfloat16(), torch.randn(2, rows, 8, generator=rng).bfloat16()
+    exact = x.double() @ weight.double().T
+    found = product(weight)(x)
+    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found.double(), exact, rtol=2**-11, atol=1e-5)

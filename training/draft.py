@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -60,6 +60,15 @@ def widened(head: EagleHead, intermediate_size: int) -> EagleHead:
         else:
             state[name].copy_(tensor)
     return wider
+
+
+class Goal(NamedTuple):
+    """What the target says at the places that draft, first to last: hidden [R, K, H], probs [R, K, V] of each branch,
+    guided [B, K, V], the distribution that verification sees."""
+
+    hidden: Tensor
+    probs: Tensor
+    guided: Tensor
 
 
 class DraftTraining(L.LightningModule):
@@ -181,31 +190,43 @@ class DraftTraining(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _losses(self, predicted: Tensor, goal: Tensor, trained: Tensor, depth: int, branches: int) -> dict[str, Tensor]:
+    def _goal(self, hidden: Tensor, branches: int) -> Goal:
+        """hidden [R, N, H]: what a perfect head would predict at the pairs."""
+        assert self.head is not None
+        hidden = hidden[:, self.head.config.prompt_slots - 1 :]  # caption slots have no loss: no logits for them
+        with torch.no_grad():
+            logits = self.head.logits(hidden)
+            guided = self.sampling.guided(logits.unflatten(0, (-1, branches)))
+            return Goal(hidden, logits.float().softmax(-1), guided.float().softmax(-1))
+
+    def _losses(self, predicted: Tensor, goal: Goal, trained: Tensor, depth: int) -> dict[str, Tensor]:
         """Means over the trained places of the losses and measures at one depth (0-based)."""
         assert self.head is not None
-        start = self.head.config.prompt_slots - 1 + depth  # caption slots have no loss: no logits for them
-        predicted, goal, trained = predicted[:, start:], goal[:, start:], trained[:, start:]
-        logits, goal_logits = self.head.logits(predicted), self.head.logits(goal)
+        start = self.head.config.prompt_slots - 1 + depth
+        predicted, trained, goal = predicted[:, start:], trained[:, start:], Goal(*(each[:, depth:] for each in goal))
+        branches = len(goal.probs) // len(goal.guided)
+        logits = self.head.logits(predicted)
         draft = self.sampling.guided(logits.unflatten(0, (-1, branches)))
-        target = self.sampling.guided(goal_logits.unflatten(0, (-1, branches)))
         both = trained.unflatten(0, (-1, branches)).all(1)
         losses = {
-            "feature": masked_mean(feature_loss(predicted, goal), trained),
-            "classification": masked_mean(soft_cross_entropy(logits, goal_logits), trained),
+            "feature": masked_mean(feature_loss(predicted, goal.hidden), trained),
+            "classification": masked_mean(soft_cross_entropy(logits, goal.probs), trained),
         }
         if self.hparams["guided_weight"]:
-            losses["guided"] = masked_mean(soft_cross_entropy(draft, target), both)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.hparams["acceptance_weight"] != 0):
-            q, p = draft.float().softmax(-1), target.float().softmax(-1)
-            mass = acceptance_mass(q, p)
-            losses["acceptance"] = masked_mean(mass, both)
-            if self.schedule is not None:
-                losses["relaxed"] = masked_mean(acceptance_mass(q, float(self.schedule[depth]) * p), both)
-        if not torch.is_grad_enabled():
+            losses["guided"] = masked_mean(soft_cross_entropy(draft, goal.guided), both)
+        learns, wanted = torch.is_grad_enabled(), self.hparams["acceptance_weight"] != 0
+        if wanted or not learns or depth == 0:
+            with torch.set_grad_enabled(learns and wanted):
+                q = draft.float().softmax(-1)
+                mass = acceptance_mass(q, goal.guided)
+                losses["acceptance"] = masked_mean(mass, both)
+                if self.schedule is not None:
+                    relaxed = acceptance_mass(q, float(self.schedule[depth]) * goal.guided)
+                    losses["relaxed"] = masked_mean(relaxed, both)
+        if not learns:
             if depth == 0:  # of each sample, for an interval
                 self.masses.update((mass * both).sum(-1) / both.sum(-1).clamp(min=1))
-            best = target.argmax(-1, keepdim=True)
+            best = goal.guided.argmax(-1, keepdim=True)
             for k in (1, 3):
                 losses[f"top{k}"] = masked_mean((draft.topk(k).indices == best).any(-1).float(), both)
         return losses
@@ -214,7 +235,7 @@ class DraftTraining(L.LightningModule):
         assert self.head is not None
         branches = batch["hidden"].shape[1]
         rows = {name: value.flatten(0, 1) for name, value in pairs(batch).items()}  # R = B * G rows
-        tokens, hidden, goal, trained = rows["token_ids"], rows["hidden"], rows["target_hidden"], rows["loss"]
+        tokens, hidden, trained = rows["token_ids"], rows["hidden"], rows["loss"]
         if isinstance(self.head, MultiLayerHead):
             hidden = self.head.join(rows["layers"])
         if stage == "train" and self.hparams["noise"]:
@@ -224,11 +245,12 @@ class DraftTraining(L.LightningModule):
         cache = RolloutCache(self.head.config.transformer.layers)
         flat = torch.empty(0, device=hidden.device)  # for a real cache
         depths = self.hparams["rollout"] if stage == "train" else max(DEPTHS, self.hparams["rollout"])
+        goal = self._goal(rows["target_hidden"], branches)
         loss, weights, found = torch.zeros((), device=hidden.device), 0.0, []
         for depth in range(depths):
             mask = depth_mask(rows["seen"], depth)
             predicted = self.head(tokens, hidden, rope, mask, cache, flat, rows.get("context"))  # type: ignore[arg-type]
-            arguments = predicted, goal, shifted_mask(trained, depth), depth, branches
+            arguments = predicted, goal, shifted_mask(trained, depth), depth
             again = self.hparams["gradient_checkpointing"] and torch.is_grad_enabled()
             losses = checkpoint(self._losses, *arguments, use_reentrant=False) if again else self._losses(*arguments)
             hidden = shifted(predicted, hidden)
@@ -254,11 +276,12 @@ class DraftTraining(L.LightningModule):
         return (2 * chance - 1) * deviation
 
     def _weighed(self, losses: dict[str, Tensor]) -> Tensor:
-        wanted = losses.get("relaxed", losses["acceptance"])
         loss = self.hparams["feature_weight"] * losses["feature"]
         loss = loss + self.hparams["classification_weight"] * losses["classification"]
         loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
-        return loss - self.hparams["acceptance_weight"] * wanted if self.hparams["acceptance_weight"] else loss
+        if self.hparams["acceptance_weight"]:
+            loss = loss - self.hparams["acceptance_weight"] * losses.get("relaxed", losses["acceptance"])
+        return loss
 
     def _report(self, values: dict[str, Tensor], depths: list[dict[str, Tensor]], stage: str, samples: int) -> None:
         """The first depth's losses; in validation the acceptance of every depth, given that those before passed, and

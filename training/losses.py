@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """- sum softmax(target) log_softmax(draft), nats: [..., V] -> [...]."""
-    return -(target_logits.float().softmax(-1) * draft_logits.float().log_softmax(-1)).sum(-1)
+def soft_cross_entropy(draft_logits: Tensor, target_probs: Tensor) -> Tensor:
+    """- sum p log_softmax(draft), nats: [..., V] -> [...]."""
+    return -(target_probs * draft_logits.float().log_softmax(-1)).sum(-1)
 
 
 def feature_loss(draft_hidden: Tensor, target_hidden: Tensor) -> Tensor:

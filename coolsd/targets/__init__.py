@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coolsd.checkpoint import find_folder, fingerprint, read_json, read_tensors
-from coolsd.transformer import freeze
+from coolsd.transformer import bfloat16_on_cpu, freeze
 
 ARCHITECTURES = {"llamagen": "coolsd.targets.llamagen:LlamaGen"}
 
@@ -30,13 +30,12 @@ def pick_device(device: str = "auto") -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """ "auto" = bfloat16 where the hardware multiplies it natively, else float32 (a CPU without AVX-512 BF16 or AMX
-    emulates it: measured 5-8 times slower than float32 there)."""
+    """ "auto" = bfloat16 where the hardware multiplies it itself, else float32 (other CPUs take up to twice as long for
+    bfloat16 where the model is small, and less for one of half the memory where it is large)."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        native = cpu if device.type == "cpu" else device.type == "cuda"
+        native = bfloat16_on_cpu() if device.type == "cpu" else device.type == "cuda"
         return torch.bfloat16 if native else torch.float32
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in names:
