@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import time
@@ -30,7 +29,7 @@ from coolsd.heads.checkpoint import load_head
 from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
 from coolsd.results import environment, record
 from coolsd.sampling import Sampling
-from coolsd.targets import load_target, pick_device, pick_dtype
+from coolsd.targets import free_memory, load_target, pick_device, pick_dtype
 from coolsd.transformer import TransformerConfig
 
 LARGEST_BATCH = 16  # a finished batch survives Ctrl-C, so batches stay small even where memory would hold more
@@ -287,16 +286,6 @@ def bytes_per_image(config: dict[str, Any], branches: int, nodes: int, itemsize:
     layers = shape.layers + 1  # the draft head has one
     cache = branches * slots * layers * 2 * shape.key_heads * shape.head_dim * itemsize
     return cache, nodes * codes * (branches * itemsize + 6 * 4)  # 6: guided, both distributions, mass, certificates
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes; on CPU what Linux calls available, else all pages there are."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        return int(re.search(r"MemAvailable:\s*(\d+)", meminfo.read_text())[1]) * 1024  # type: ignore[index]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def progress_bar(what: str, total: int, unit: str) -> Progress:

@@ -16,8 +16,6 @@ A draft head reads pair i = (hidden[i], token_ids[i + 1]) and predicts hidden[i 
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from coolsd.sampling import Sampling
-from coolsd.targets import load_target
+from coolsd.targets import free_memory, load_target
 from data.features import CachedSample, FeatureCache
 from data.states import Selection, States, read_batch
 
@@ -213,7 +211,7 @@ class FeatureModule(L.LightningDataModule):
         in_memory = self.in_memory
         if in_memory is None:
             processes = self.trainer.num_devices if self.trainer else 1  # on this machine, each with a copy
-            in_memory = processes * used * self.cache.settings.memory_per_sample <= _free_memory() / 2
+            in_memory = processes * used * self.cache.settings.memory_per_sample <= free_memory(torch.device("cpu")) / 2
         if not self._rows:  # fit sets up once more for its validation
             self._rows[True] = FeatureRows(self.cache, range(split), in_memory)
             self._rows[False] = FeatureRows(self.cache, range(split, used), in_memory)
@@ -334,16 +332,3 @@ class _Online:
 
 def _as_is(batch: Batch) -> Batch:
     return batch
-
-
-def _free_memory() -> int:
-    """Bytes that may be taken without swapping; 0 where the system does not say."""
-    try:
-        if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
-            return 1024 * int(found[1])
-    except OSError:
-        pass  # not Linux
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 0

@@ -8,16 +8,19 @@ import lightning as L
 import pytest
 import torch
 
+from coolsd.heads.eagle import EagleConfig, EagleHead
 from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.rules.relaxed import CoolSD
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
 from coolsd.targets.llamagen import LlamaGen
+from coolsd.transformer import TransformerConfig
 from data.emoji.dataset import EmojiImages
 from data.loader import pairs
 from training.callbacks import AcceptedLength
 from training.draft import DraftTraining, widened
 from training.losses import acceptance_mass, masked_mean, soft_cross_entropy
+from training.memory import training_bytes
 from training.muon import MuonAdamW, orthogonalize
 from training.rollout import RolloutCache, depth_mask, shifted
 from training.target import (
@@ -313,6 +316,54 @@ def test_validation_tells_every_depth_and_the_length_that_follows(features):
 def test_a_rollout_has_limits(settings, said):
     with pytest.raises(ValueError, match=said):
         DraftTraining(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"acceptance_weight": 5.0}, {"rollout": 3}, {"rollout": 5, "acceptance_weight": 5.0}]
+)
+def test_the_memory_of_a_step_is_known_before_it_runs(settings, rng):
+    """What autograd really keeps, each storage once, against the formula."""
+    config = EagleConfig(TransformerConfig(64, 1, 2, 128), codebook_size=300, prompt_slots=8, image_tokens=64)
+    rope = torch.zeros(72, 16, 2)
+    head = EagleHead(config, torch.randn(300, 64, generator=rng), torch.randn(300, 64, generator=rng), rope)
+    tokens = torch.cat([torch.full((3, 2, 8), -1), torch.randint(300, (3, 2, 64), generator=rng)], -1)
+    hidden = torch.randn(3, 2, 72, 64, generator=rng)
+    batch = {"hidden": hidden, "token_ids": tokens, "valid": tokens > -2, "index": torch.arange(3)}
+    module, kept = training_of(head.train(), **settings), {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*head.parameters(), *head.buffers())}
+    alive = []
+
+    def pack(tensor):
+        alive.append(tensor)  # else its storage would be used again
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module.training_step(batch, 0)
+    acceptance, rollout = "acceptance_weight" in settings, settings.get("rollout", 1)
+    fixed = 4 * (sum(b.numel() for b in head.buffers()) + 4 * sum(p.numel() for p in head.parameters()))
+    expected = training_bytes(head, 3, 2, rollout, acceptance, False) - fixed - 4 * 2 * 3 * 2 * 64 * 300
+    assert 0.8 < sum(kept.values()) / expected < 1.2
+    assert training_bytes(head, 3, 2, rollout, acceptance, True) < training_bytes(head, 3, 2, rollout, acceptance, False)
+
+
+def test_a_step_that_cannot_fit_is_refused(features, monkeypatch):
+    head, _ = features
+    module = training_of(head)
+    module.trainer = Mock(datamodule=Mock(batch_size=4, cache=Mock(settings=Mock(branches=2))))
+    module._check_memory()
+    monkeypatch.setattr("training.draft.free_memory", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"a step of 4 samples takes about .* GB free; lower --data.batch_size"):
+        module._check_memory()
+
+
+def test_a_loss_that_is_not_finite_names_the_batch(features):
+    head, batch = features
+    module = training_of(head)
+    with pytest.raises(ValueError, match=r"loss is nan at step 0, samples \[7, 3\]; lower model.learning_rate"):
+        module.training_step({**batch, "hidden": batch["hidden"] * torch.nan, "index": torch.tensor([7, 3])}, 0)
 
 
 def test_losses_against_their_definitions(rng, distributions):

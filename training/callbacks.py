@@ -9,15 +9,17 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 
 from coolsd.checkpoint import same_weights
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
+from coolsd.heads.eagle import make_head
 from coolsd.results import summary, with_half
 from coolsd.rules.relaxed import Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
+from training.strategies import whole_state
 
 if TYPE_CHECKING:
     from training.draft import DraftTraining
@@ -40,20 +42,25 @@ class AcceptedLength(L.Callback):
                 "raise --data.held_out, or set --model.captions 0"
             )
 
-    @rank_zero_only
     def measure(self, trainer: L.Trainer, module: DraftTraining, when: str) -> None:
-        head, data = module.head, trainer.datamodule  # type: ignore[attr-defined]
-        assert head is not None
-        target = load_target(self.folder, str(module.device), head.fc.weight.dtype)
+        """Called by all processes; the first one decodes."""
+        trained, data = module.head, trainer.datamodule  # type: ignore[attr-defined]
+        assert trained is not None
+        state = whole_state(trained)
+        if not trainer.is_global_zero:
+            return
+        dtype = trained.fc.weight.dtype
+        head = make_head(trained.config, {"embedding": trained.embedding, **dict(trained.named_buffers()), **state})
+        head.load_state_dict(state)
+        head = head.to(module.device, dtype).eval().requires_grad_(False).prepare()
+        target = load_target(self.folder, str(module.device), dtype)
         if not same_weights(target.fingerprint, data.cache.settings.target):
             raise ValueError(
                 f"the cache was extracted from {data.cache.settings.target}, but model.target is {target.fingerprint}"
             )
         captions = data.held_out_captions(self.captions)
-        training = head.training
         drawn = target.image_tokenizer is not None
-        result = generate(target, captions, Chain(head.eval()), Vanilla(), self.sampling, decode_images=drawn)
-        head.train(training)
+        result = generate(target, captions, Chain(head), Vanilla(), self.sampling, decode_images=drawn)
         length = summary(result.accepted_length.tolist()) or {}
         words = f"vanilla, chain of 5, {len(captions)} captions"
         rank_zero_info(f"accepted length {when} training: {with_half(length, 2)} ({words})")

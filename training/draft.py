@@ -17,22 +17,26 @@ from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric
 
-from coolsd.checkpoint import write_json
-from coolsd.heads.checkpoint import read_head, save_head
+from coolsd.checkpoint import save_checkpoint, write_json
+from coolsd.heads.checkpoint import read_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.results import environment, source_state
 from coolsd.sampling import Sampling, counter_uniforms
+from coolsd.targets import free_memory
 from coolsd.transformer import TransformerConfig
 from data.features import CacheSettings
 from data.loader import pairs
 from training.callbacks import AcceptedLength
 from training.losses import acceptance_mass, feature_loss, masked_mean, soft_cross_entropy
+from training.memory import training_bytes
 from training.rollout import RolloutCache, depth_mask, shifted, shifted_mask
+from training.strategies import made_whole, whole_state
 
 DEPTHS = 5  # of a chain, that validation measures
 
@@ -129,8 +133,9 @@ class DraftTraining(L.LightningModule):
         """Make or read the head; callbacks that average weights call it before the strategy does."""
         if self.head is not None:
             return
-        if getattr(self.trainer.strategy, "zero_stage_3", False):
-            raise ValueError("ZeRO stage 3 would export a head without parameters; use DeepSpeed's stage 1 or 2")
+        sharded = getattr(self.trainer.strategy, "zero_stage_3", False)
+        if sharded and any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError("ZeRO stage 3 shares out the weights that are to be averaged; use stage 1 or 2, or ddp")
         cache = self.trainer.datamodule.cache  # type: ignore[attr-defined]
         settings, ends = cache.settings, cache.ends()
         if self.sampling.branches != settings.branches:
@@ -142,11 +147,13 @@ class DraftTraining(L.LightningModule):
             )
         ends = {name: tensor.float() for name, tensor in ends.items()}
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        if self.hparams["start_from"] is not None:
-            head = read_head(self.hparams["start_from"], ends, settings.target)
-            self.head = widened(head, self.hparams["intermediate_size"] or head.config.transformer.intermediate_size)
-        else:
-            self.head = self._new_head(settings, ends)
+        with made_whole(sharded):
+            if self.hparams["start_from"] is not None:
+                head = read_head(self.hparams["start_from"], ends, settings.target)
+                width = self.hparams["intermediate_size"] or head.config.transformer.intermediate_size
+                self.head = widened(head, width)
+            else:
+                self.head = self._new_head(settings, ends)
         if self.hparams["compile"]:
             self.head.transformer.compile(dynamic=False)
 
@@ -260,7 +267,11 @@ class DraftTraining(L.LightningModule):
                 loss, weights = loss + weight * self._weighed(losses), weights + weight
         loss = loss / weights
         if not torch.isfinite(loss):
-            raise ValueError(f"loss is {loss.item()} at step {self.global_step}; lower model.learning_rate")
+            which = batch["index"].tolist()
+            raise ValueError(
+                f"loss is {loss.item()} at step {self.global_step}, samples {which}; lower model.learning_rate, and go "
+                "on from the last checkpoint"
+            )
         self._report({"loss": loss, **found[0]}, found, stage, len(batch["hidden"]))
         return loss
 
@@ -321,13 +332,29 @@ class DraftTraining(L.LightningModule):
         self.on_validation_epoch_end("test")
 
     def on_fit_start(self) -> None:
-        """run.json: on what the run was made and of what, beside config.yaml, which says how."""
+        """Refuses what cannot fit. run.json: on what the run was made and of what; config.yaml beside it says how."""
+        self._check_memory()
         logger, cache = self.trainer.logger, self.trainer.datamodule.cache  # type: ignore[attr-defined]
         if self.trainer.is_global_zero and logger is not None and logger.log_dir is not None:
             features = {**asdict(cache.settings), "folder": str(cache.folder), "kept": len(cache)}
             dtype = next(self.parameters()).dtype
             about = {"environment": environment(self.device, dtype), "source": source_state(), "features": features}
             write_json(Path(logger.log_dir) / "run.json", about)
+
+    def _check_memory(self) -> None:
+        assert self.head is not None
+        data, chosen = self.trainer.datamodule, self.hparams  # type: ignore[attr-defined]
+        if hasattr(next(self.head.parameters()), "ds_id"):
+            return  # ZeRO stage 3 has its share of the weights only
+        acceptance, again = chosen["acceptance_weight"] != 0, chosen["gradient_checkpointing"]
+        branches = data.cache.settings.branches
+        needed = training_bytes(self.head, data.batch_size, branches, chosen["rollout"], acceptance, again)
+        free = free_memory(self.device)
+        if needed > free:
+            raise ValueError(
+                f"a step of {data.batch_size} samples takes about {needed / 1e9:.1f} GB, but {self.device} has "
+                f"{free / 1e9:.1f} GB free; lower --data.batch_size, or set --model.gradient_checkpointing true"
+            )
 
     def configure_callbacks(self) -> list[L.Callback]:
         if not self.hparams["captions"]:
@@ -340,13 +367,12 @@ class DraftTraining(L.LightningModule):
         return [AcceptedLength(*wanted, self.sampling, self.hparams["decode_every"])]
 
     def on_train_end(self) -> None:
+        assert self.head is not None
+        state = whole_state(self.head)  # of all processes
         if self.trainer.is_global_zero:
-            self.export(Path(self.trainer.default_root_dir) / "export" / "draft")
+            folder = Path(self.trainer.default_root_dir) / "export" / "draft"
+            save_checkpoint(folder, self.head.config.to_json(), state)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self.head is not None
         checkpoint["eagle"] = self.head.config.to_json()  # `coolsd export` needs no cache
-
-    def export(self, folder: Path) -> str:
-        assert self.head is not None
-        return save_head(self.head, folder)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 
 
 class DeepSpeedCPUStrategy(DeepSpeedStrategy):
@@ -23,7 +25,7 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
     DeepSpeed builds one small operator on first use, with the C++ compiler and ninja (pip install coolsd[test]).
 
     Args:
-        stage: 1 (shards the optimizer's state), 2 (gradients too) or 3 (weights too; `coolsd extract` takes it).
+        stage: 1 (shards the optimizer's state), 2 (gradients too) or 3 (weights too).
         bucket_size: Elements reduced at once; small models need little.
         config: A DeepSpeed config (dict or JSON file) that replaces all of the above.
     """
@@ -59,6 +61,33 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+
+@contextmanager
+def made_whole(sharded: bool) -> Iterator[None]:
+    """Modules made in here have all of their weights, although ZeRO stage 3 (sharded) is about: it shares them out when
+    training begins, so that until then they can be read and written."""
+    if not sharded:
+        yield
+        return
+    from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+
+    shutdown_init_context()
+    try:
+        yield
+    finally:
+        restore_init_context()
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state_dict with all of each weight, which ZeRO stage 3 may have shared out; for all processes to call."""
+    weights = list(module.parameters())
+    if not hasattr(weights[0], "ds_id"):
+        return module.state_dict()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(weights):
+        return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
 def make_shardable(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,21 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if dtype not in names:
         raise ValueError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(names)}")
     return names[dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may be taken; on CPU what Linux calls available, else the free pages, or 8 GB where no one says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return 1024 * int(found[1])
+    except OSError:
+        pass  # not Linux
+    if not hasattr(os, "sysconf"):  # Windows
+        return 1 << 33
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def load_target(
