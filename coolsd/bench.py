@@ -7,6 +7,7 @@ first round excluded.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import sys
 import time
@@ -55,6 +56,7 @@ def bench(
     length: int = 5,
     repeats: int = 5,
     tokens: int | None = None,
+    training: int = 0,
     sampling: Sampling = EMOJI_SAMPLING,
     compile: bool = False,
     device: str = "auto",
@@ -70,6 +72,7 @@ def bench(
         length: Tokens the chain drafts per target call.
         repeats: Images each is measured on.
         tokens: How many of an image's tokens are decoded, with room for all; default all.
+        training: Samples of one optimizer step of such a head, measured once at the end; 0 = none.
         sampling: How logits become a distribution.
         compile: Measure all once more under torch.compile, beside the eager numbers.
         device: cpu, cuda, mps or auto.
@@ -112,6 +115,12 @@ def bench(
     codebook, start = torch.randn(TABLE[0], 8), time.perf_counter()
     nearest(codebook, TABLE[1])
     table = {"codes": TABLE[0], "k": TABLE[1], "seconds": time.perf_counter() - start}
+    if training:
+        throughput = importlib.import_module("training.throughput")  # by name: coolsd does not depend on training
+        ends, precision = model.ends(), {torch.float32: "32", torch.bfloat16: "bf16-mixed"}.get(model.dtype, "16-mixed")
+        step = throughput.optimizer_step(loaded.config, ends, sampling.branches, training, model.device, precision)
+        memory |= {"training": step["bytes"], "training_peak": peak(model.device)}
+        milliseconds["optimizer step"] = dict.fromkeys(("median", "min"), step["milliseconds"])
     results = {
         "schema": 1,
         "environment": environment(model.device, model.dtype),
@@ -119,6 +128,7 @@ def bench(
         "sampling": asdict(sampling),
         "repeats": repeats,
         "tokens": count,
+        "training": training,
         "milliseconds": milliseconds,
         "ratios": ratios,
         "bytes": memory,
@@ -297,6 +307,11 @@ def show(results: dict[str, Any]) -> None:
         f"weights and cache by their shapes {held['weights_and_cache']}, at most in use {held['peak']}, of which "
         f"{held['before']} before they were loaded"
     )
+    if "training" in held:
+        print(
+            f"an optimizer step of {results['training']} samples by its shapes {held['training']}, at most in use "
+            f"{held['training_peak']}, beside all of the above"
+        )
     table = results["neighbour_table"]
     print(f"nearest {table['k']} codes of each of {table['codes']}, once per codebook: {table['seconds']:.1f} s")
     machine = f"{made['device']}, {made['cpu']}, {made['threads']} threads"

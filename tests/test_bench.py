@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from coolsd import cli
 
 
@@ -40,7 +42,8 @@ repeats: 1
 device: cpu
 dtype: bfloat16
 """)
-    assert cli.main(["bench", "--config", str(recipe), "--out", str(tmp_path / "bench.json")]) == 0
+    more = ["--tokens", "4", "--training", "8"]
+    assert cli.main(["bench", "--config", str(recipe), *more, "--out", str(tmp_path / "bench.json")]) == 0
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["environment"]["dtype"] == "bfloat16" and found["target"] == "unsaved"
     assert {"target call, 1 token", "target call, 6 tokens", "target call, 26 tokens"} <= set(found["milliseconds"])
@@ -50,6 +53,14 @@ dtype: bfloat16
     cache = 2 * 3 * 13 * 2 * 32
     assert found["bytes"]["weights_and_cache"] == 2 * (target + head + cache) + 13 * 8 * 2 * 4  # rope in float32
     assert found["bytes"]["peak"] > 1e8
+    assert found["tokens"] == 4 and 0 < found["bytes"]["before"] <= found["bytes"]["peak"]
+    assert found["milliseconds"]["optimizer step"]["median"] > 0 and found["bytes"]["training"] > 16 * head
+
+
+@pytest.mark.parametrize("tokens", ["1", "257"])
+def test_a_part_of_an_image_is_a_part(tokens, capsys):
+    assert cli.main(["bench", "--tokens", tokens]) == 2
+    assert f"tokens is {tokens}, but must be from 2 to 256" in capsys.readouterr().err
 
 
 def test_no_repeats_are_refused(capsys):

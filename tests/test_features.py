@@ -753,6 +753,7 @@ def test_throughput_is_told_as_ratios(checkpoint, capsys):
     said = capsys.readouterr().out
     assert all(value > 0 and name in said for name, value in found.items())
     assert found["extraction_over_bare"] < found["extraction_over_bare_and_encoding"] < 1.5
+    assert 0 < found["step_over_bare"] < 1.5
 
 
 def test_a_large_cache_opens_by_its_manifest_alone(tmp_path):

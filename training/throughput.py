@@ -1,4 +1,5 @@
-"""`coolsd throughput`: what extraction and the loader add to the passes they feed, as ratios measured in one run.
+"""`coolsd throughput`: what extraction, the loader and Lightning add to the passes they feed, as ratios measured in one
+run; and one optimiser step of a head of any shape, for `coolsd bench`.
 
 Knows a target, a dataset and a head.  Whatever is compared is timed in turn, so that drift of the machine hits all.
 """
@@ -7,21 +8,26 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from coolsd.cli import argument_parser
+from coolsd.heads.eagle import EagleConfig
 from coolsd.results import environment
 from coolsd.targets import load_target
-from data.features import FeatureCache, FeatureCacheWriter
-from data.loader import FeatureModule
+from data.features import CachedSample, CacheSettings, FeatureCache, FeatureCacheWriter
+from data.loader import Batch, FeatureModule
 from data.states import Selection, States, read_batch
 from training.draft import DraftTraining
+from training.losses import feature_loss, soft_cross_entropy
+from training.memory import training_bytes
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
@@ -41,7 +47,8 @@ def throughput(
     device: str = "auto",
     dtype: str = "auto",
 ) -> dict[str, float]:
-    """Print tokens/s of extraction and of the target's bare pass, and samples/s of the loader and of a training step.
+    """Print tokens/s of extraction and of the target's bare pass, and samples/s of the loader, of a training step
+    and of the head's bare passes forward and backward, on synthetic states.
 
     Args:
         target: Checkpoint folder of the target, or its name under checkpoints/.
@@ -97,18 +104,40 @@ def throughput(
 
 
 class _Steps(L.Callback):
-    """Seconds of each training step, the loader's share left out."""
+    """Seconds of each training step, the loader's share left out, and of a bare one between any two of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, bare: bool = False) -> None:
         self.seconds: list[float] = []
+        self.bare: list[float] | None = [] if bare else None
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, _: int
+    ) -> None:
+        assert isinstance(module, DraftTraining)
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.began)
+        if self.bare is not None:
+            self.bare.append(timed(partial(bare_step, module, batch), module.device))
+
+
+def bare_step(module: DraftTraining, batch: Batch) -> None:
+    """EAGLE-1's loss and its gradients on random states of a batch's shape: no loader, noise, optimizer or measure."""
+    head, slots = module.head, batch["token_ids"].shape[-1] - 1
+    assert head is not None
+    rows, drafts = batch["token_ids"].shape[:2].numel(), head.config.prompt_slots - 1
+    tokens = torch.randint(head.config.codebook_size, (rows, slots), device=module.device)
+    hidden, goal = torch.randn(2, rows, slots, head.config.transformer.hidden_size, device=module.device)
+    context = torch.zeros_like(hidden) if head.config.context else None
+    predicted = head(tokens, hidden, head.rope[None, 1 : 1 + slots], context=context)[:, drafts:]
+    with torch.no_grad():
+        probs = head.logits(goal[:, drafts:]).softmax(-1)
+    loss = feature_loss(predicted, goal[:, drafts:]) + 0.1 * soft_cross_entropy(head.logits(predicted), probs)
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    torch.autograd.grad(loss.mean(), weights, allow_unused=True)
 
 
 def _loading(cache: FeatureCache, batch_size: int, workers: int, device: torch.device) -> dict[str, float]:
@@ -119,20 +148,61 @@ def _loading(cache: FeatureCache, batch_size: int, workers: int, device: torch.d
     list(loader)  # start the workers
     epochs = 4
     loading = timed(lambda: [list(loader) for _ in range(epochs)], device) / (epochs * len(loader) * batch_size)
-    steps = _Steps()
-    options: dict[str, Any] = {
-        "accelerator": device.type, "devices": 1, "max_steps": 12, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [steps], "limit_val_batches": 0,
-        "use_distributed_sampler": False, "default_root_dir": str(cache.folder.parent / "run"),
-    }  # fmt: skip
-    guidance = 2.0 if cache.settings.branches == 2 else 1.0
-    L.Trainer(**options).fit(DraftTraining(guidance=guidance), FeatureModule(str(cache.folder), batch_size))
-    step = median(steps.seconds[2:]) / batch_size
+    steps = _Steps(bare=True)
+    _fit(DraftTraining(guidance=_guidance(cache.settings)), FeatureModule(str(cache.folder), batch_size), steps, 12)
+    assert steps.bare is not None
+    step, bare = median(steps.seconds[2:]) / batch_size, median(steps.bare[2:]) / batch_size
     return {
         "loader_samples_per_s": 1 / loading,
         "step_samples_per_s": 1 / step,
+        "bare_step_samples_per_s": 1 / bare,
         "loader_over_step": step / loading,
+        "step_over_bare": bare / step,
     }
+
+
+def _guidance(settings: CacheSettings) -> float:
+    return 2.0 if settings.branches == 2 else 1.0
+
+
+def _fit(module: DraftTraining, data: FeatureModule, steps: _Steps, count: int, **more: Any) -> None:
+    options: dict[str, Any] = {
+        "accelerator": "auto", "devices": 1, "max_steps": count, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [steps], "limit_val_batches": 0,
+        "use_distributed_sampler": False, "default_root_dir": str(data.folder.parent / "run"), **more,
+    }  # fmt: skip
+    L.Trainer(**options).fit(module, data)
+
+
+def optimizer_step(
+    head: EagleConfig, ends: Mapping[str, Tensor], branches: int, samples: int, device: torch.device, precision: str
+) -> dict[str, float]:
+    """One step of a head with this config, on a synthetic cache of so many samples: what `coolsd bench` prints.
+
+    ends: the target's. precision: Lightning's. Returns milliseconds, and bytes by the shapes (`training_bytes`).
+    """
+    shape = head.transformer
+    settings = CacheSettings(
+        "random", "random", shape.hidden_size, head.prompt_slots, head.image_tokens, head.codebook_size, branches,
+        samples, samples,
+    )  # fmt: skip
+    slots = head.prompt_slots + head.image_tokens
+    drawn = torch.randint(head.codebook_size, (samples, slots))
+    drawn[:, : head.prompt_slots] = -1
+    with tempfile.TemporaryDirectory() as folder:
+        writer = FeatureCacheWriter(Path(folder) / "cache", settings)
+        states = [tuple(torch.randn(slots, shape.hidden_size).bfloat16() for _ in range(branches)) for _ in drawn]
+        writer.write_shard(0, [CachedSample("", of, (ids,) * branches) for of, ids in zip(states, drawn, strict=True)])
+        writer.write_ends({name: tensor.detach().cpu() for name, tensor in ends.items()})
+        writer.finish()
+        module = DraftTraining(
+            shape.layers, shape.intermediate_size, guidance=_guidance(settings), acceptance_weight=5.0
+        )
+        steps, data = _Steps(), FeatureModule(str(Path(folder) / "cache"), samples, held_out=0)
+        _fit(module, data, steps, 1, accelerator=device.type, precision=precision)
+        assert module.head is not None
+        needed = training_bytes(module.head, samples, branches, 1, True, False)
+    return {"milliseconds": 1000 * steps.seconds[0], "bytes": needed}
 
 
 def main(args: list[str]) -> None:
