@@ -95,6 +95,12 @@ def test_sharded_state_is_unpickled_only_when_trusted(tmp_path, capfd):
     assert "--trust" in capfd.readouterr().err
 
 
+def test_a_run_says_how_fast_it_was(plain):
+    events = EventAccumulator(str(plain[0] / "run"), size_guidance={"scalars": 0}).Reload()
+    rates = [event.value for event in events.Scalars("train/tokens_per_s")]
+    assert len(rates) == 10 and all(rate > 0 for rate in rates)
+
+
 def test_a_run_says_what_it_was_made_of(plain):
     folder, _ = plain
     about = json.loads((folder / "run" / "run.json").read_text())

@@ -81,6 +81,25 @@ class AcceptedLength(L.Callback):
         self.measure(trainer, pl_module, "after")  # type: ignore[arg-type]
 
 
+class TokensPerSecond(L.Callback):
+    """Image tokens that training gets through in a second, of all branches and processes: to the bar and the logger."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.began, self.tokens = time.monotonic(), 0
+
+    on_validation_end = on_train_start  # that time is no training's
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        images = batch["token_ids"].shape[:2].numel() * trainer.world_size
+        self.tokens += images * trainer.datamodule.cache.settings.image_tokens  # type: ignore[attr-defined]
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            rate = self.tokens / (time.monotonic() - self.began)
+            pl_module.log("train/tokens_per_s", rate, prog_bar=True, batch_size=1)
+            self.on_train_start(trainer, pl_module)
+
+
 class Throughput(L.Callback):
     """Samples and tokens a second and what is on the disk already, of all processes, in the bar of an extraction.
     Where it breaks off, the cache's lock is let go of."""

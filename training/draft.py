@@ -32,7 +32,7 @@ from coolsd.targets import free_memory
 from coolsd.transformer import TransformerConfig
 from data.features import CacheSettings
 from data.loader import pairs
-from training.callbacks import AcceptedLength
+from training.callbacks import AcceptedLength, TokensPerSecond
 from training.losses import acceptance_mass, feature_loss, masked_mean, soft_cross_entropy
 from training.memory import training_bytes
 from training.rollout import RolloutCache, depth_mask, shifted, shifted_mask
@@ -358,13 +358,13 @@ class DraftTraining(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         if not self.hparams["captions"]:
-            return []
+            return [TokensPerSecond()]
         if self.hparams["target"] is None:
             raise ValueError(
                 f"model.captions is {self.hparams['captions']}, which needs model.target, the target's folder"
             )
         wanted = (self.hparams[name] for name in ("target", "captions"))
-        return [AcceptedLength(*wanted, self.sampling, self.hparams["decode_every"])]
+        return [TokensPerSecond(), AcceptedLength(*wanted, self.sampling, self.hparams["decode_every"])]
 
     def on_train_end(self) -> None:
         assert self.head is not None
