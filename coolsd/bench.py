@@ -71,7 +71,7 @@ def bench(
         shape: Instead of both, a LlamaGen of this shape and its head with random weights: what a size costs.
         length: Tokens the chain drafts per target call.
         repeats: Images each is measured on.
-        tokens: How many of an image's tokens are decoded, with room for all; default all.
+        tokens: How many of an image's tokens are decoded, with room for all (transformers: for those); default all.
         training: Samples of one optimizer step of such a head, measured once at the end; 0 = none.
         sampling: How logits become a distribution.
         compile: Measure all once more under torch.compile, beside the eager numbers.
@@ -80,6 +80,10 @@ def bench(
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}, but must be >= 1")
+    if training < 0:
+        raise ValueError(f"training is {training} samples, but must be >= 0")
+    # by name: coolsd does not depend on training
+    throughput = importlib.import_module("training.throughput") if training else None
     before = peak(pick_device(device))
     measurements: list[Measurement] = []
     for compiled in (False, True) if compile else (False,):
@@ -115,12 +119,6 @@ def bench(
     codebook, start = torch.randn(TABLE[0], 8), time.perf_counter()
     nearest(codebook, TABLE[1])
     table = {"codes": TABLE[0], "k": TABLE[1], "seconds": time.perf_counter() - start}
-    if training:
-        throughput = importlib.import_module("training.throughput")  # by name: coolsd does not depend on training
-        ends, precision = model.ends(), {torch.float32: "32", torch.bfloat16: "bf16-mixed"}.get(model.dtype, "16-mixed")
-        step = throughput.optimizer_step(loaded.config, ends, sampling.branches, training, model.device, precision)
-        memory |= {"training": step["bytes"], "training_peak": peak(model.device)}
-        milliseconds["optimizer step"] = dict.fromkeys(("median", "min"), step["milliseconds"])
     results = {
         "schema": 1,
         "environment": environment(model.device, model.dtype),
@@ -135,10 +133,19 @@ def bench(
         "microseconds_per_verify": costs,
         "neighbour_table": table,
     }
-    show(results)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, results)
+    if throughput is not None:
+        precision = {torch.float32: "32", torch.bfloat16: "bf16-mixed"}.get(model.dtype, "16-mixed")
+        step = throughput.optimizer_step(
+            loaded.config, model.ends(), sampling.branches, training, model.device, precision
+        )
+        memory |= {"training": step["bytes"], "training_peak": peak(model.device)}
+        milliseconds["optimizer step"] = {"median": step["milliseconds"], "min": step["milliseconds"], "all": []}
+        if out is not None:
+            write_json(out, results)
+    show(results)
     return results
 
 
@@ -309,8 +316,8 @@ def show(results: dict[str, Any]) -> None:
     )
     if "training" in held:
         print(
-            f"an optimizer step of {results['training']} samples by its shapes {held['training']}, at most in use "
-            f"{held['training_peak']}, beside all of the above"
+            f"an optimizer step of {results['training']} samples by its shapes {held['training']} beside the weights, "
+            f"at most in use by the end {held['training_peak']}"
         )
     table = results["neighbour_table"]
     print(f"nearest {table['k']} codes of each of {table['codes']}, once per codebook: {table['seconds']:.1f} s")

@@ -53,8 +53,8 @@ dtype: bfloat16
     cache = 2 * 3 * 13 * 2 * 32
     assert found["bytes"]["weights_and_cache"] == 2 * (target + head + cache) + 13 * 8 * 2 * 4  # rope in float32
     assert found["bytes"]["peak"] > 1e8
-    assert found["tokens"] == 4 and 0 < found["bytes"]["before"] <= found["bytes"]["peak"]
-    assert found["milliseconds"]["optimizer step"]["median"] > 0 and found["bytes"]["training"] > 16 * head
+    assert found["tokens"] == 4 and found["bytes"]["before"] > 1e8
+    assert found["milliseconds"]["optimizer step"]["median"] > 0 and found["bytes"]["training"] > 12 * head
 
 
 @pytest.mark.parametrize("tokens", ["1", "257"])

@@ -733,7 +733,11 @@ def test_nodes_extract_equal_shards(checkpoint, tmp_path):
             command = [sys.executable, *(launcher if name == "torchrun" else ()), *command]
             env = one_thread() if name == "torchrun" else one_thread() | place
             nodes.append(subprocess.Popen(command, cwd=ROOT, env=env))
-        assert [node.wait(300) for node in nodes] == [0, 0]
+        try:
+            assert [node.wait(300) for node in nodes] == [0, 0]
+        finally:
+            for node in nodes:
+                node.kill()
         FeatureCache(tmp_path / name).verify()
         assert hashes(tmp_path / name) == hashes(tmp_path / "one")
 

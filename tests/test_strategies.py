@@ -1,6 +1,8 @@
 """DeepSpeed ZeRO-2 on CPU: the overlay recipe changes where a draft head is trained, not what comes out."""
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +145,39 @@ def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
     save_checkpoint(tmp_path / "stranger", {**config, "target": "toy@2"}, weights)
     assert main([*recipe, "--model.start_from", str(tmp_path / "stranger")]) == 2
     assert "was trained on toy@2, but the target is toy@1" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_fit_goes_on_to_equal_weights(cache, tmp_path, workers):
+    """SIGKILL somewhere behind the first checkpoint, then the same command with --ckpt_path last. 4 steps an epoch."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("CACHE", str(cache)))
+    saver = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    command = [
+        "fit",
+        "--config",
+        str(tmp_path / "recipe.yaml"),
+        "--data.batch_size",
+        "4",
+        "--data.workers",
+        str(workers),
+    ]
+    command += ["--trainer.max_epochs", "-1", "--trainer.max_steps", "120", *saver]
+    command += ["--trainer.callbacks.every_n_train_steps=7", "--out"]
+    process = subprocess.Popen([sys.executable, "-m", "coolsd.cli", *command, str(tmp_path / "killed")], cwd=ROOT)
+    last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    while process.poll() is None and not last.exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    reached = torch.load(last, weights_only=True)["global_step"]
+    assert 0 < reached < 120
+    assert main([*command, str(tmp_path / "killed"), "--ckpt_path", "last"]) == 0
+    assert main([*command, str(tmp_path / "straight")]) == 0
+    weights = [load_file(tmp_path / run / "export/draft/model.safetensors") for run in ("killed", "straight")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_averaged_weights_are_exported(cache, plain, tmp_path):

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from coolsd.checkpoint import same_weights
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
+from coolsd.heads.checkpoint import show_layers
 from coolsd.heads.eagle import make_head
 from coolsd.results import summary, with_half
 from coolsd.rules.relaxed import Vanilla
@@ -50,7 +51,8 @@ class AcceptedLength(L.Callback):
         if not trainer.is_global_zero:
             return
         dtype = trained.fc.weight.dtype
-        head = make_head(trained.config, {"embedding": trained.embedding, **dict(trained.named_buffers()), **state})
+        ends = {name: state.get(name, getattr(trained, name)) for name in ("embedding", "lm_head", "rope")}
+        head = make_head(trained.config, ends)
         head.load_state_dict(state)
         head = head.to(module.device, dtype).eval().requires_grad_(False).prepare()
         target = load_target(self.folder, str(module.device), dtype)
@@ -58,6 +60,7 @@ class AcceptedLength(L.Callback):
             raise ValueError(
                 f"the cache was extracted from {data.cache.settings.target}, but model.target is {target.fingerprint}"
             )
+        show_layers(target, head.config.layers)
         captions = data.held_out_captions(self.captions)
         drawn = target.image_tokenizer is not None
         result = generate(target, captions, Chain(head), Vanilla(), self.sampling, decode_images=drawn)
@@ -84,20 +87,21 @@ class AcceptedLength(L.Callback):
 class TokensPerSecond(L.Callback):
     """Image tokens that training gets through in a second, of all branches and processes: to the bar and the logger."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.began, self.tokens = time.monotonic(), 0
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.began, self.tokens, self.step = time.perf_counter(), 0, trainer.global_step
 
-    on_validation_end = on_train_start  # that time is no training's
+    on_validation_end = on_train_epoch_start  # that time is no training's
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         images = batch["token_ids"].shape[:2].numel() * trainer.world_size
         self.tokens += images * trainer.datamodule.cache.settings.image_tokens  # type: ignore[attr-defined]
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            rate = self.tokens / (time.monotonic() - self.began)
+        step = trainer.global_step  # the same for all batches that are accumulated
+        if step != self.step and step % trainer.log_every_n_steps == 0:
+            rate = self.tokens / (time.perf_counter() - self.began)
             pl_module.log("train/tokens_per_s", rate, prog_bar=True, batch_size=1)
-            self.on_train_start(trainer, pl_module)
+            self.on_train_epoch_start(trainer, pl_module)
 
 
 class Throughput(L.Callback):

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric
 
-from coolsd.checkpoint import save_checkpoint, write_json
-from coolsd.heads.checkpoint import read_head
+from coolsd.checkpoint import write_json
+from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.results import environment, source_state
 from coolsd.sampling import Sampling, counter_uniforms
@@ -347,13 +347,16 @@ class DraftTraining(L.LightningModule):
         if hasattr(next(self.head.parameters()), "ds_id"):
             return  # ZeRO stage 3 has its share of the weights only
         acceptance, again = chosen["acceptance_weight"] != 0, chosen["gradient_checkpointing"]
-        branches = data.cache.settings.branches
-        needed = training_bytes(self.head, data.batch_size, branches, chosen["rollout"], acceptance, again)
+        branches, width = data.cache.settings.branches, 4 if self.trainer.precision.startswith("32") else 2
+        needed = training_bytes(self.head, data.batch_size, branches, chosen["rollout"], acceptance, again, width)
+        if self.device.type == "cpu":
+            needed *= self.trainer.num_devices  # processes of this machine
         free = free_memory(self.device)
-        if needed > free:
+        if needed > 1.25 * free:  # the estimate is good to a fifth
+            remedy = "" if again else ", or set --model.gradient_checkpointing true"
             raise ValueError(
-                f"a step of {data.batch_size} samples takes about {needed / 1e9:.1f} GB, but {self.device} has "
-                f"{free / 1e9:.1f} GB free; lower --data.batch_size, or set --model.gradient_checkpointing true"
+                f"a step of {data.batch_size} samples takes about {needed / 1e9:.1f} GB, but {self.device} has about "
+                f"{free / 1e9:.1f} GB free; lower --data.batch_size{remedy}"
             )
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -370,8 +373,7 @@ class DraftTraining(L.LightningModule):
         assert self.head is not None
         state = whole_state(self.head)  # of all processes
         if self.trainer.is_global_zero:
-            folder = Path(self.trainer.default_root_dir) / "export" / "draft"
-            save_checkpoint(folder, self.head.config.to_json(), state)
+            save_head(self.head, Path(self.trainer.default_root_dir) / "export" / "draft", state)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self.head is not None

@@ -9,23 +9,31 @@ from coolsd.heads.eagle import EagleHead
 
 
 def training_bytes(
-    head: EagleHead, samples: int, branches: int, rollout: int, acceptance: bool, gradient_checkpointing: bool
+    head: EagleHead,
+    samples: int,
+    branches: int,
+    rollout: int = 1,
+    acceptance: bool = False,
+    gradient_checkpointing: bool = False,
+    width: int = 4,
 ) -> int:
-    """Bytes of weights, gradients, moments and of what one step of `samples` keeps for its backward pass, in float32.
+    """Bytes of gradients and moments and of what one step of `samples` keeps for its backward pass; of the weights not,
+    which are there before. width: bytes of a state, 2 under mixed precision; distributions are float32 always.
 
-    Of each pair, at depth s (0-based), in floats: 13 H + 4 F a layer, the keys and values of s earlier depths, a row of
-    the mask, and V for each distribution.  Measured by hooks on what autograd saves (tests/test_training.py).
+    Of each pair, at depth s (0-based), in numbers: 12 H + 4 F a layer, in each the keys and values of s earlier depths
+    and a row of the mask; one H more, and V for each distribution.
     """
     shape, slots = head.config.transformer, head.config.prompt_slots
     size, wide, codes = shape.hidden_size, shape.intermediate_size, head.config.codebook_size
-    images = branches * samples
-    pairs, drafted = slots + head.config.image_tokens - 1, head.config.image_tokens
-    kept = 0
+    images, pairs, drafted = branches * samples, slots + head.config.image_tokens - 1, head.config.image_tokens
+    states, distributions = images * pairs * len(head.config.layers) * size, 0
     for depth in range(rollout):
-        kept += images * pairs * (shape.layers * (12 * size + 4 * wide + 2 * depth * size) + size + (depth + 1) * pairs)
+        layer = 12 * size + 4 * wide + 2 * depth * size + (depth + 1) * pairs
+        states += images * pairs * (shape.layers * layer + size)
         if not gradient_checkpointing:
-            kept += images * drafted * (size + codes) + samples * drafted * codes * acceptance
-    kept += images * drafted * codes + samples * drafted * codes  # what the target says, the same at every depth
+            states += images * drafted * size
+            distributions += (images + samples * acceptance) * drafted * codes
+    distributions += (images + samples) * drafted * codes  # what the target says, the same at every depth
     passing = 2 * images * drafted * codes  # logits and their gradient, one depth at a time
-    fixed = sum(buffer.numel() for buffer in head.buffers()) + 4 * sum(weight.numel() for weight in head.parameters())
-    return 4 * (kept + passing + fixed)
+    fixed = 3 * sum(weight.numel() for weight in head.parameters())
+    return width * states + 4 * (distributions + passing + fixed)

@@ -30,11 +30,15 @@ from training.losses import feature_loss, soft_cross_entropy
 from training.memory import training_bytes
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
 def timed(work: Callable[[], Any], device: torch.device) -> float:
     began = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - began
 
 
@@ -117,8 +121,7 @@ class _Steps(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, _: int
     ) -> None:
         assert isinstance(module, DraftTraining)
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(module.device)
         self.seconds.append(time.perf_counter() - self.began)
         if self.bare is not None:
             self.bare.append(timed(partial(bare_step, module, batch), module.device))
@@ -149,7 +152,8 @@ def _loading(cache: FeatureCache, batch_size: int, workers: int, device: torch.d
     epochs = 4
     loading = timed(lambda: [list(loader) for _ in range(epochs)], device) / (epochs * len(loader) * batch_size)
     steps = _Steps(bare=True)
-    _fit(DraftTraining(guidance=_guidance(cache.settings)), FeatureModule(str(cache.folder), batch_size), steps, 12)
+    module, data = DraftTraining(guidance=_guidance(cache.settings)), FeatureModule(str(cache.folder), batch_size)
+    _fit(module, data, steps, 12, device)
     assert steps.bare is not None
     step, bare = median(steps.seconds[2:]) / batch_size, median(steps.bare[2:]) / batch_size
     return {
@@ -165,9 +169,11 @@ def _guidance(settings: CacheSettings) -> float:
     return 2.0 if settings.branches == 2 else 1.0
 
 
-def _fit(module: DraftTraining, data: FeatureModule, steps: _Steps, count: int, **more: Any) -> None:
+def _fit(
+    module: DraftTraining, data: FeatureModule, steps: _Steps, count: int, device: torch.device, **more: Any
+) -> None:
     options: dict[str, Any] = {
-        "accelerator": "auto", "devices": 1, "max_steps": count, "logger": False, "enable_checkpointing": False,
+        "accelerator": device.type, "devices": 1, "max_steps": count, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [steps], "limit_val_batches": 0,
         "use_distributed_sampler": False, "default_root_dir": str(data.folder.parent / "run"), **more,
     }  # fmt: skip
@@ -177,32 +183,38 @@ def _fit(module: DraftTraining, data: FeatureModule, steps: _Steps, count: int, 
 def optimizer_step(
     head: EagleConfig, ends: Mapping[str, Tensor], branches: int, samples: int, device: torch.device, precision: str
 ) -> dict[str, float]:
-    """One step of a head with this config, on a synthetic cache of so many samples: what `coolsd bench` prints.
+    """One step, the third, of a head of this shape on a synthetic cache of so many samples: what `coolsd bench` prints.
 
     ends: the target's. precision: Lightning's. Returns milliseconds, and bytes by the shapes (`training_bytes`).
     """
-    shape = head.transformer
+    shape, size = head.transformer, head.transformer.hidden_size
     settings = CacheSettings(
-        "random", "random", shape.hidden_size, head.prompt_slots, head.image_tokens, head.codebook_size, branches,
-        samples, samples,
+        "random", "random", size, head.prompt_slots, head.image_tokens, head.codebook_size, branches, samples, samples,
+        context=head.context, layers=head.layers,
     )  # fmt: skip
     slots = head.prompt_slots + head.image_tokens
     drawn = torch.randint(head.codebook_size, (samples, slots))
     drawn[:, : head.prompt_slots] = -1
+    more = {
+        "context": torch.randn(branches, head.image_tokens + 1, size) if head.context else None,
+        "layers": (torch.randn(slots, len(head.layers) * size),) * branches if head.layers else (),
+    }
     with tempfile.TemporaryDirectory() as folder:
         writer = FeatureCacheWriter(Path(folder) / "cache", settings)
-        states = [tuple(torch.randn(slots, shape.hidden_size).bfloat16() for _ in range(branches)) for _ in drawn]
-        writer.write_shard(0, [CachedSample("", of, (ids,) * branches) for of, ids in zip(states, drawn, strict=True)])
+        states = [tuple(torch.randn(slots, size) for _ in range(branches)) for _ in drawn]
+        made = zip(states, drawn, strict=True)
+        writer.write_shard(0, [CachedSample("", of, (ids,) * branches, **more) for of, ids in made])  # type: ignore[arg-type]
         writer.write_ends({name: tensor.detach().cpu() for name, tensor in ends.items()})
         writer.finish()
         module = DraftTraining(
             shape.layers, shape.intermediate_size, guidance=_guidance(settings), acceptance_weight=5.0
         )
         steps, data = _Steps(), FeatureModule(str(Path(folder) / "cache"), samples, held_out=0)
-        _fit(module, data, steps, 1, accelerator=device.type, precision=precision)
+        _fit(module, data, steps, 3, device, precision=precision)
         assert module.head is not None
-        needed = training_bytes(module.head, samples, branches, 1, True, False)
-    return {"milliseconds": 1000 * steps.seconds[0], "bytes": needed}
+        width = 4 if precision.startswith("32") else 2
+        needed = training_bytes(module.head, samples, branches, acceptance=True, width=width)
+    return {"milliseconds": 1000 * steps.seconds[-1], "bytes": needed}
 
 
 def main(args: list[str]) -> None:

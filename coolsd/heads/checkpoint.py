@@ -57,9 +57,9 @@ def read_head(folder: str | Path, ends: Mapping[str, Tensor], target: str, verif
     return head
 
 
-def save_head(head: EagleHead, folder: Path) -> str:
-    """Write a head's own parameters (not the target's ends); returns the checkpoint's fingerprint."""
-    return save_checkpoint(folder, head.config.to_json(), head.state_dict())
+def save_head(head: EagleHead, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
+    """Write a head's own parameters (not the target's ends), or `state`; returns the checkpoint's fingerprint."""
+    return save_checkpoint(folder, head.config.to_json(), head.state_dict() if state is None else state)
 
 
 def show_layers(target: Any, layers: Sequence[int]) -> None:

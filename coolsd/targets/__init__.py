@@ -32,8 +32,8 @@ def pick_device(device: str = "auto") -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """ "auto" = bfloat16 where the hardware multiplies it itself, else float32 (other CPUs take up to twice as long for
-    bfloat16 where the model is small, and less for one of half the memory where it is large)."""
+    """ "auto" = bfloat16 where the hardware multiplies it itself, else float32: there bfloat16 makes a small model up
+    to twice as slow, and only one whose weights exceed the processor's cache by far gains from half the bytes."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -46,9 +46,11 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that may be taken; on CPU what Linux calls available, else the free pages, or 8 GB where no one says."""
+    """Bytes that may be taken: on CUDA also what PyTorch holds unused, on CPU what Linux calls available, else the free
+    pages, or all of them (macOS), or 8 GB where no one says (Windows)."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     try:
         if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
             return 1024 * int(found[1])
