@@ -244,6 +244,41 @@ def test_the_first_draft_has_loss_and_captions_have_none(features):
     torch.testing.assert_close(goal_changed(2), base)  # a caption slot
 
 
+def test_eagle1_is_the_step_that_is_written_out_here(features):
+    """Row by row without padding, pair by pair with loss; AdamW's first step is w (1 - lr wd) - lr g / (|g| + eps)."""
+    head, batch = features
+    module = training_of(head.train().requires_grad_(True), warmup_steps=1)
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    found = torch.autograd.grad(module.training_step(batch, 0), weights, allow_unused=True)
+    feature, entropy = [], []
+    for hidden, ids, valid in zip(
+        *(batch[name].flatten(0, 1) for name in ("hidden", "token_ids", "valid")), strict=True
+    ):
+        pad = int((~valid).sum())
+        hidden, ids = hidden[pad:], ids[pad:]
+        rope = head.rope[None, pad + 1 : pad + len(ids)]
+        predicted = head(ids[None, 1:], hidden[None, :-1], rope)[0]
+        for pair in range(len(ids) - 1):
+            if ids[pair + 1] >= 0:
+                error = (predicted[pair] - hidden[pair + 1]).abs()
+                feature.append(torch.where(error < 1, error**2 / 2, error - 0.5).mean())
+                target, draft = (torch.exp(head.lm_head @ state) for state in (hidden[pair + 1], predicted[pair]))
+                entropy.append(-(target / target.sum() * torch.log(draft / draft.sum())).sum())
+    assert len(feature) == 2 * 2 * 9
+    loss = torch.stack(feature).mean() + 0.1 * torch.stack(entropy).mean()
+    expected = torch.autograd.grad(loss, weights, allow_unused=True)
+    module.trainer = Mock(estimated_stepping_batches=10)
+    optimizer, before = module.configure_optimizers()["optimizer"], [weight.detach().clone() for weight in weights]
+    for weight, gradient, same in zip(weights, found, expected, strict=True):
+        assert gradient is not None and same is not None
+        torch.testing.assert_close(gradient, same, atol=1e-6, rtol=1e-4)
+        weight.grad = gradient
+    optimizer.step()
+    for weight, was, gradient in zip(weights, before, found, strict=True):
+        stepped = was * (1 - 1e-3 * 0.01) - 1e-3 * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(weight.detach(), stepped, atol=1e-6, rtol=1e-4)
+
+
 def test_a_head_that_copies_the_target_has_full_acceptance_and_no_feature_loss(features):
     head, batch = features
     module = training_of(head)
