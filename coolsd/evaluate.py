@@ -34,6 +34,7 @@ from coolsd.generate_images import (
 from coolsd.heads.checkpoint import load_head
 from coolsd.journal import Journal
 from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
+from coolsd.metrics import Metric, ready
 from coolsd.sampling import Sampling
 
 JOURNAL = "measured.jsonl"  # in the folder of a run: what it has measured
@@ -101,6 +102,7 @@ def evaluate(
     sampling: Sampling = EMOJI_SAMPLING,
     batch_size: int = 1,
     baseline: str | None = None,
+    metrics: list[Metric] | None = None,
     check: bool = False,
     compile: bool = False,
     device: str = "auto",
@@ -121,6 +123,8 @@ def evaluate(
         sampling: How logits become a distribution, the same for all.
         batch_size: Images decoded together; latency is then a batch's time divided by its size.
         baseline: Name of a method: the others' accepted length and NLL less its own, image by image, with Student's t.
+        metrics: Of the images of each method, as coolsd.metrics.FID and coolsd.metrics.ClipScore; one whose network is
+            missing is named and left out.
         check: Load and check everything, decode nothing.
         compile: torch.compile target and head.
         device: cpu, cuda, mps or auto.
@@ -140,6 +144,9 @@ def evaluate(
     model.encode(captions, sampling.branches == 2)
     contenders = list(load(model, methods, head, len(captions), sampling, compile))
     print(f"{len(captions)} prompts, {repeats} repeats, methods: {', '.join(c.name for c in contenders)}")
+    wanted = ready(metrics or [])
+    if metrics:
+        print(f"metrics of images: {', '.join(metric.column for metric in wanted) or 'none'}")
     if check:
         return None
     (out / "images").mkdir(parents=True, exist_ok=True)
@@ -164,7 +171,7 @@ def evaluate(
         raise ValueError(f"{out / 'results.json'} is of a run that cannot be continued; choose another --out")
     journal = Journal(out / JOURNAL, same)
 
-    def write() -> dict[str, Any]:
+    def write(metrics: Sequence[Metric] = ()) -> dict[str, Any]:
         plain = contenders[0].images
         measured = {image["row"] for image in plain}  # after Ctrl-C another method may be one batch ahead
         images = {c.name: [image for image in c.images if image["row"] in measured] for c in contenders}
@@ -177,6 +184,12 @@ def evaluate(
             "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
             "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
         }
+        for row, contender in zip(found["rows"], contenders, strict=True):
+            made = [image for image in images[contender.name] if "file" in image]
+            pictures, words = [out / image["file"] for image in made], [captions[image["prompt"]] for image in made]
+            row.update({metric.column: metric.score(pictures, words, model.device) for metric in metrics})
+        if metrics:
+            found["metrics"] = {metric.column: metric.about() for metric in metrics}
         if baseline is not None:
             found["baseline"] = baseline
             base = next(row for row in found["rows"] if row["name"] == baseline)
@@ -195,7 +208,7 @@ def evaluate(
         if all(contender.images for contender in contenders):
             write()
         raise
-    return write()
+    return write(wanted)
 
 
 def find_captions(prompts: list[str] | Path | None, split: str, limit: int | None) -> list[str]:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from coolsd.checkpoint import write_whole
 from coolsd.cli import argument_parser
-from coolsd.results import HEADER, cells, comparison, half, markdown, setting, show
+from coolsd.results import cells, comparison, half, header, markdown, setting, show
 
 PROMPTS_SHOWN = 16
 PICTURE = 256  # pixels, at most; larger ones are shown smaller
@@ -60,7 +60,7 @@ def html(folder: Path, results: dict[str, Any]) -> str:
             f"{best['accepted_length']['mean']:.2f} tokens per target call"
         ),
         setting=escape(setting(results) + "; ± and brackets: 95% intervals"),
-        table=table_html(HEADER, cells(results)) + (table_html(*differences) if differences[1] else ""),
+        table=table_html(header(results), cells(results)) + (table_html(*differences) if differences[1] else ""),
         chart=f'<img class="chart" alt="bar charts of the table" src="{png_uri(chart(results))}">',
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
         grid=pictures,

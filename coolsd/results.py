@@ -146,8 +146,13 @@ def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[flo
     return float(pairs[0].mean() / pairs[1].mean()), np.percentile(above / below, [2.5, 97.5]).tolist()
 
 
+def header(results: dict[str, Any]) -> list[str]:
+    """Of the table: what every run has, and the metrics of images that this one was measured by."""
+    return [*HEADER, *(column.replace("_", " ") for column in results.get("metrics", {}))]
+
+
 def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
-    """The table's cells, as in HEADER; behind the sign half-widths of 95% intervals of the mean."""
+    """The table's cells, as in `header`; behind the sign half-widths of 95% intervals of the mean."""
 
     def measured(summary: dict[str, Any] | None, digits: int) -> str:
         if summary is None:
@@ -164,6 +169,7 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
             measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",
             f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
             measured(row["nll_per_token"], 3),
+            *("-" if row.get(column) is None else f"{row[column]:.2f}" for column in results.get("metrics", {})),
         ])  # fmt: skip
     return table
 
@@ -187,18 +193,20 @@ def markdown(results: dict[str, Any]) -> str:
         escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
         return ["| " + " | ".join(row) + " |" for row in [escaped[0], ["---"] * len(header), *escaped[1:]]]
 
-    lines = table(HEADER, cells(results))
-    header, rows = comparison(results)
-    lines += ["", *table(header, rows)] if rows else []
+    lines = table(header(results), cells(results))
+    titles, rows = comparison(results)
+    lines += ["", *table(titles, rows)] if rows else []
     return "\n".join([*lines, "", f"{setting(results)}; ± and brackets: 95% intervals", ""])
 
 
 def show(results: dict[str, Any]) -> None:
     """Print the means, as many of them as fit into 80 columns."""
-    shown = [[row[i] for i in SHOWN] for row in cells(results, intervals=False)]
-    tables = [([HEADER[i].replace(" ", "\n", 1) for i in SHOWN], shown), comparison(results)]
-    for header, rows in tables:
-        table = Table(*header, box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    names = header(results)
+    places = [*SHOWN, *range(len(HEADER), len(names))]
+    shown = [[row[i] for i in places] for row in cells(results, intervals=False)]
+    tables = [([names[i].replace(" ", "\n", 1) for i in places], shown), comparison(results)]
+    for titles, rows in tables:
+        table = Table(*titles, box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*map(rich.markup.escape, row))
         if rows:
