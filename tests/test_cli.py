@@ -1,6 +1,7 @@
 """A mistake at the keyboard gives exit code 2 and one sentence; a fault of ours keeps its traceback."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,3 +175,21 @@ def test_heavy_commands_run_with_the_process_settings_once():
     assert shown("fit") == cli.ALLOCATOR["MALLOC_TOP_PAD_"]
     assert shown("fit", MALLOC_TOP_PAD_="7") == "7"  # the user's own value stays
     assert shown("cache") == "None"
+
+
+def commands_of_recipes():
+    """(recipe, what its header says to run) for every recipe: the command that names the recipe itself."""
+    for path in sorted((ROOT / "recipes").rglob("*.yaml")):
+        name = str(path.relative_to(ROOT))
+        header = re.sub(r"\n#\s+", " ", path.read_text("utf-8"))
+        found = re.search(rf"coolsd ((?:(?!coolsd ).)*?--config {re.escape(name)})", header)
+        yield name, found and found[1].replace("recipes/X/", "recipes/llamagen-xl-256/").split()
+
+
+@pytest.mark.parametrize(("recipe", "command"), [pytest.param(*each, id=each[0]) for each in commands_of_recipes()])
+def test_every_recipe_says_how_it_is_run_and_is_understood(recipe, command, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    assert command is not None, f"{recipe} does not say how it is run"
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--print_config"])
+    assert stop.value.code == 0, capfd.readouterr().err
