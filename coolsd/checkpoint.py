@@ -127,6 +127,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path) -> None:
     """load_state_dict that names every missing, unknown and misshaped key, and stops there."""
+    check_fits(module, tensors, source)
+    module.load_state_dict(tensors)
+
+
+def check_fits(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path) -> None:
+    """Raises ValueError where names or shapes are not the module's, which may be on the meta device."""
     own = module.state_dict()
     faults = [f"missing {key}" for key in own if key not in tensors]
     faults += [f"unknown {key}" for key in tensors if key not in own]
@@ -138,4 +144,3 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str 
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise ValueError(f"{source} does not fit this model: {'; '.join(faults[:8])}{more}")
-    module.load_state_dict(tensors)

@@ -6,6 +6,7 @@ weights_only=True, everything is checked before the first byte is written, and a
     llamagen            LlamaGen's .pt files: transformers (t2i_*, c2i_*) and image tokenizers (vq_*)
     lantern-llamagen    LANTERN's Hugging Face folders of the same transformers
     lantern-drafter     EAGLE-style draft heads: LANTERN's, and EAGLE's own, which have the same names
+    image-reward        ImageReward.pt, a metric's network (coolsd.image_reward)
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from torch import Tensor
 from coolsd.checkpoint import find_folder, load_strictly, read_json, read_tensors, save_checkpoint, write_json
 from coolsd.cli import argument_parser
 from coolsd.heads.eagle import EagleConfig
+from coolsd.image_reward import from_published, our_names, to_json
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.targets.llamagen import LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
 Names = Mapping[str, Sequence[str]]  # our name -> their names, whose tensors ours holds one below the other
-Format = Literal["llamagen", "lantern-llamagen", "lantern-drafter", "eagle"]
+Format = Literal["llamagen", "lantern-llamagen", "lantern-drafter", "eagle"]  # that can be written, too
 HEADS = {(768, 12): 12, (1024, 16): 16, (1280, 36): 20, (1536, 48): 24, (3200, 24): 32}  # B, L, XL, XXL, 3B
 DRAFTER_GRIDS = {"t2i": (16, 16), "t2i2": (32, 32), "c2i": (24, 24)}  # LANTERN's input_type -> what its code builds
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -76,6 +78,7 @@ DRAFTER: Names = {
     "fc.bias": ["fc.bias"],
 }
 NAMES = {"llamagen": LLAMAGEN, "lantern-llamagen": LANTERN, "lantern-drafter": DRAFTER, "eagle": DRAFTER}
+FORMATS = (*NAMES, "image-reward")
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     raise FileNotFoundError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
-def detect(tensors: Mapping[str, Tensor], source: Path) -> Format:
+def detect(tensors: Mapping[str, Tensor], source: Path) -> str:
     """Which of the known formats these key names are."""
     if "quantize.embedding.weight" in tensors or "tok_embeddings.weight" in tensors:
         return "llamagen"
@@ -147,8 +150,10 @@ def detect(tensors: Mapping[str, Tensor], source: Path) -> Format:
         return "lantern-llamagen"
     if "fc.weight" in tensors:
         return "lantern-drafter"
+    if "blip.visual_encoder.cls_token" in tensors:
+        return "image-reward"
     some = ", ".join(sorted(tensors)[:3])
-    raise ValueError(f"{source} is of no known format: it has {some}, ...; known are {', '.join(NAMES)}")
+    raise ValueError(f"{source} is of no known format: it has {some}, ...; known are {', '.join(FORMATS)}")
 
 
 # ---------------------------------------------------------------------------------------------- key by key
@@ -305,6 +310,13 @@ def from_tokenizer(tensors: dict[str, Tensor], source: Path, image_size: int | N
     return Converted({"type": "llamagen_vq", **asdict(config)}, tensors, report)
 
 
+def from_image_reward(tensors: dict[str, Tensor], source: Path) -> Converted:
+    shape, ours = from_published(tensors, source)
+    mapped = {name: [theirs] for theirs, name in our_names(list(tensors)).items()}
+    unused = sorted(set(tensors) - {theirs for parts in mapped.values() for theirs in parts})
+    return Converted(to_json(shape), ours, {"mapped": mapped, "unused": unused, "missing": []})
+
+
 def _number(config: Mapping[str, Any], name: str, source: Path) -> int:
     value = config.get(name)
     if type(value) is not int or not 0 < value < 1 << 31:
@@ -411,9 +423,11 @@ def write_ours(
 ) -> dict[str, Any]:
     tensors, config = read_source(source)
     kind = detect(tensors, source) if source_format == "auto" else source_format
-    if kind not in NAMES:
-        raise ValueError(f"no format named {kind!r}; choose auto, {', '.join(NAMES)}")
-    if "quantize.embedding.weight" in tensors:
+    if kind not in FORMATS:
+        raise ValueError(f"no format named {kind!r}; choose auto, {', '.join(FORMATS)}")
+    if kind == "image-reward":
+        found = from_image_reward(tensors, source)
+    elif "quantize.embedding.weight" in tensors:
         found = from_tokenizer(tensors, source, image_size)
     elif kind == "llamagen":
         found = from_llamagen(tensors, source, image_size, heads)
@@ -452,7 +466,7 @@ def write_theirs(folder: Path, part: Path, to: Format, target: Path | None) -> d
 def main(args: list[str]) -> None:
     parser = argument_parser("convert", "Published checkpoints -> our folders, and back.")
     parser.add_argument("source", type=Path, help="file or folder to convert")
-    parser.add_argument("--from", type=str, default="auto", help=f"auto, {', '.join(NAMES)}")
+    parser.add_argument("--from", type=str, default="auto", help=f"auto, {', '.join(FORMATS)}")
     parser.add_function_arguments(convert, skip={"source", "source_format"})
     options = parser.instantiate(parser.parse_args(args)).as_dict()
     options.pop("config")
