@@ -8,11 +8,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from coolsd.checkpoint import write_whole
@@ -25,13 +28,18 @@ PARTS = {"prefill": "#9aa5b1", "draft": "#e8a33d", "target": "#3b6fb6", "verify"
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
-    """report.html and table.md into the folder of results.json."""
-    page = html(folder, results)
+    """report.html, table.md and figures/, as PNG and SVG, into the folder of results.json."""
+    drawn = {name: figure for name, figure in (("chart", chart(results)), ("positions", heat_map(results))) if figure}
+    (folder / "figures").mkdir(exist_ok=True)
+    for name, figure in drawn.items():
+        for kind in ("png", "svg"):
+            write_whole(folder / "figures" / f"{name}.{kind}", partial(figure.savefig, format=kind))
+    page = html(folder, results, {name: png(figure) for name, figure in drawn.items()})
     write_whole(folder / "report.html", lambda part: part.write_text(page, "utf-8"))
     write_whole(folder / "table.md", lambda part: part.write_text(markdown(results), "utf-8"))
 
 
-def html(folder: Path, results: dict[str, Any]) -> str:
+def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> str:
     rows, made = results["rows"], results["environment"]
     best = max(rows, key=lambda row: row["speedup"])
     about = {
@@ -61,7 +69,8 @@ def html(folder: Path, results: dict[str, Any]) -> str:
         ),
         setting=escape(setting(results) + "; ± and brackets: 95% intervals"),
         table=table_html(header(results), cells(results)) + (table_html(*differences) if differences[1] else ""),
-        chart=f'<img class="chart" alt="bar charts of the table" src="{png_uri(chart(results))}">',
+        chart=f'<img class="chart" alt="bar charts of the table" src="{png_uri(figures["chart"])}">',
+        heat_map=HEAT_MAP.format(png_uri(figures["positions"])) if "positions" in figures else "",
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
         grid=pictures,
         shown=f"Same caption and seed in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
@@ -115,8 +124,40 @@ def png_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
-def chart(results: dict[str, Any]) -> bytes:
-    """Accepted length, time by part, bias and NLL of each method, as PNG bytes."""
+def png(figure: Any) -> bytes:
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=170)
+    return buffer.getvalue()
+
+
+def heat_map(results: dict[str, Any]) -> Any:
+    """Accepted length where it happens in the picture, a panel a method; None where no method has drafted. Tokens that
+    make no square are shown in one line."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in results["rows"] if row["rule"] is not None and row.get("length_at_token")]
+    if not rows:
+        return None
+    count = 1 + len(rows[0]["length_at_token"])
+    side = math.isqrt(count)
+    shape = (side, side) if side * side == count else (1, count)
+    maps = [np.reshape([np.nan, *row["length_at_token"]], shape) for row in rows]
+    across = min(4, len(rows))
+    down = -(-len(rows) // across)
+    figure = Figure(figsize=(2.6 * across + 1, 2.7 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).flatten()
+    limits = {"vmin": min(np.nanmin(one) for one in maps), "vmax": max(np.nanmax(one) for one in maps)}
+    for axis, row, one in zip(axes, rows, maps, strict=False):
+        image = axis.imshow(one, cmap="viridis", aspect="equal" if shape[0] > 1 else "auto", **limits)
+        axis.set_title(row["name"].replace("$", r"\$"), fontsize=9)
+    for axis in axes:
+        axis.set_axis_off()
+    bar = figure.colorbar(image, ax=axes.tolist(), shrink=0.8)
+    bar.set_label("tokens per target call", fontsize=8)
+    return figure
+
+
+def chart(results: dict[str, Any]) -> Any:
+    """Accepted length, time by part, bias and NLL of each method."""
     from matplotlib.figure import Figure
 
     rows = results["rows"]
@@ -149,10 +190,12 @@ def chart(results: dict[str, Any]) -> bytes:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
-    figure.savefig(buffer := io.BytesIO(), format="png", dpi=170)
-    return buffer.getvalue()
+    return figure
 
 
+HEAT_MAP = """<h2>Where in the picture drafts pass</h2>
+<p class="quiet">Tokens of the target call that gave each token, row by row of the image, the mean over all images.</p>
+<img class="chart" alt="accepted length at each place of the image" src="{}">"""
 STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #1d232b; background: #fff; max-width: 1120px; margin: 2.5rem auto;
   padding: 0 1.2rem }
@@ -184,6 +227,7 @@ PAGE = """<!doctype html>
 <h2>Acceptance by depth</h2>
 <p class="quiet">Of the drafted tokens that were tested at each depth, the share that was accepted.</p>
 {positions}
+{heat_map}
 <h2>What the words mean</h2>
 <dl>
 <dt>Accepted length</dt><dd>Image tokens after the first, divided by the target calls that gave them; plain decoding

@@ -80,6 +80,7 @@ def row(
         "speedup_over_accepted_length": speedup / summaries["accepted_length"]["mean"],
         "seconds": {part: statistics.fmean(image["seconds"][part] for image in images) for part in parts},
         "acceptance_per_position": acceptance_per_position([image["emitted"] for image in images], depth),
+        "length_at_token": length_at_token([image["emitted"] for image in images]),
         "fid": None,
         "clip_score": None,
         "image_reward": None,
@@ -92,6 +93,13 @@ def acceptance_per_position(emitted: Sequence[Sequence[int]], depth: int) -> lis
     calls = [count for image in emitted for count in image[:-1]]
     executed = [sum(count >= position for count in calls) for position in range(1, depth + 2)]
     return [after / before if before else None for before, after in itertools.pairwise(executed)]
+
+
+def length_at_token(emitted: Sequence[Sequence[int]]) -> list[float]:
+    """How many tokens the call gave that gave token 1, 2, ... T - 1 of an image, the mean over images: where in the
+    picture drafts pass. Token 0 is the prefill's."""
+    spread = np.array([np.repeat(image, image) for image in emitted], dtype=float)
+    return spread.mean(0).round(3).tolist()
 
 
 def summary(values: Sequence[float]) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ def test_every_method_draws_every_prompt_once_inside_the_folder(run):
     out, found = run
     files = [file for row in found["rows"] for file in row["per_image"]["file"] if file]
     assert len(set(files)) == 4 + 4 + 3 + 4
-    assert {str(file.relative_to(out)) for file in out.rglob("*.png")} == set(files)
+    assert {str(file.relative_to(out)) for file in (out / "images").rglob("*.png")} == set(files)
     hostile = next(file for file in files if file.startswith("images/0001"))
     assert Image.open(out / hostile).text["caption"] == "../../x"
 

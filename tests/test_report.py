@@ -47,8 +47,11 @@ def test_the_report_is_self_contained_and_escaped(folder, capsys):
     page = (folder / "report.html").read_text("utf-8")
     assert "<script" not in page and "<b>" not in page and "&lt;script&gt;" in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert len(sources) == 5 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in page
+    assert {path.name for path in (folder / "figures").iterdir()} == {
+        f"{name}.{kind}" for name in ("chart", "positions") for kind in ("png", "svg")
+    }
     assert "2.00x" in page and "2.00x" in capsys.readouterr().out
     for word in ("Accepted length", "Bias per token", "coolsd evaluate", "target@0", "100% infinite"):
         assert word in page
@@ -80,3 +83,8 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
     (tmp_path / "results.json").write_text('{"schema": 9}')
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "schema 1" in capsys.readouterr().err
+
+
+def test_lengths_stand_where_their_tokens_are():
+    """Calls of 2, 1, 3 tokens and of 1, 1, 4: token 1 came with two and with one, and so on."""
+    assert results.length_at_token([[2, 1, 3], [1, 1, 4]]) == [1.5, 1.5, 2.5, 3.5, 3.5, 3.5]
