@@ -90,6 +90,7 @@ class TokensPerSecond(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.began, self.tokens, self.step = time.perf_counter(), 0, trainer.global_step
 
+    on_train_start = on_train_epoch_start  # a run that goes on amid an epoch
     on_validation_end = on_train_epoch_start  # that time is no training's
 
     def on_train_batch_end(
