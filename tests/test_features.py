@@ -710,36 +710,25 @@ def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(ch
         else:
             FeatureCache(tmp_path / name).verify()
     assert len(hashes(tmp_path / "one")) == 17
-    for name in ("ddp", "zero", "begun"):
+    nodes = extraction(checkpoint, tmp_path / "nodes", 1, zero, "--trainer.num_nodes", "2")
+    assert in_two_nodes(nodes) == [0, 0]
+    for name in ("ddp", "zero", "begun", "nodes"):
         assert hashes(tmp_path / name) == hashes(tmp_path / "one")
 
 
-@pytest.mark.slow
-def test_nodes_extract_equal_shards(checkpoint, tmp_path):
-    """Two nodes of one process each (here on one machine), started by torchrun with ZeRO-3 and by hand with DDP."""
-    alone = [sys.executable, *extraction(checkpoint, tmp_path / "one", 1, ["auto"])]
-    subprocess.run(alone, cwd=ROOT, check=True, timeout=300, env=one_thread())
-    zero = ["training.strategies.DeepSpeedCPUStrategy", "--trainer.strategy.stage", "3"]
-    for name, strategy in (("torchrun", zero), ("by hand", ["ddp"])):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        nodes = []
-        for node in ("0", "1"):
-            launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", node, "--nproc_per_node", "1"]
-            launcher += ["--master_addr", "127.0.0.1", "--master_port", port]
-            command = extraction(checkpoint, tmp_path / name, 1, strategy, "--trainer.num_nodes", "2")
-            place = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [sys.executable, *(launcher if name == "torchrun" else ()), *command]
-            env = one_thread() if name == "torchrun" else one_thread() | place
-            nodes.append(subprocess.Popen(command, cwd=ROOT, env=env))
-        try:
-            assert [node.wait(300) for node in nodes] == [0, 0]
-        finally:
-            for node in nodes:
-                node.kill()
-        FeatureCache(tmp_path / name).verify()
-        assert hashes(tmp_path / name) == hashes(tmp_path / "one")
+def in_two_nodes(command):
+    """Exit codes of the command under torchrun as two nodes of one process each, here both on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", port, "--node_rank"]
+    nodes = [subprocess.Popen([*launcher, rank, *command], cwd=ROOT, env=one_thread()) for rank in "01"]
+    try:
+        return [node.wait(300) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
 
 
 def extraction(checkpoint, folder, devices, strategy, *more):
