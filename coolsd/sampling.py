@@ -102,11 +102,16 @@ def counter_uniforms(seed: int, rows: Tensor, first_round: int, rounds: int, slo
 
     rows: long [B], global image indices. A row's numbers do not depend on the other rows, on B or on the device.
     """
+    bits = counter_bits(seed, rows, first_round, rounds, slots) >> (64 - UNIFORM_BITS)
+    return (bits & ((1 << UNIFORM_BITS) - 1)).float() / (1 << UNIFORM_BITS)
+
+
+def counter_bits(seed: int, rows: Tensor, first_round: int, rounds: int, slots: int) -> Tensor:
+    """The same as 64 random bits each, long [rounds, B, slots]."""
     device = rows.device
     key = mix(mix(torch.tensor(seed, dtype=torch.int64, device=device)) ^ rows)[None, :, None]
     key = mix(key ^ torch.arange(first_round, first_round + rounds, device=device)[:, None, None])
-    bits = mix(key ^ torch.arange(slots, device=device)) >> (64 - UNIFORM_BITS)
-    return (bits & ((1 << UNIFORM_BITS) - 1)).float() / (1 << UNIFORM_BITS)
+    return mix(key ^ torch.arange(slots, device=device))
 
 
 def residual(target_probs: Tensor, accepted: Tensor) -> Tensor:

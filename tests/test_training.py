@@ -446,3 +446,20 @@ def test_losses_against_their_definitions(rng, distributions):
     torch.testing.assert_close(acceptance_mass(draft, target), 1 - 0.5 * (draft - target).abs().sum(-1))
     mask = torch.tensor([True, False, True])
     torch.testing.assert_close(masked_mean(expected, mask), expected[mask].mean())
+
+
+def test_noise_is_uniform_and_a_function_of_the_sample(features, rng):
+    head, _ = features
+    module = training_of(head)
+    hidden, seen = 3 * torch.randn(3, 2, 40, 33, generator=rng), torch.ones(3, 2, 40, dtype=torch.bool)
+    seen[1, :, :15] = False
+    noise = module._noise(torch.tensor([5, 9, 2]), hidden, seen)
+    assert torch.equal(noise[1:2], module._noise(torch.tensor([9]), hidden[1:2], seen[1:2]))
+    assert not torch.equal(noise[0], module._noise(torch.tensor([6]), hidden[:1], seen[:1])[0])
+    for one, states, held in zip(noise, hidden, seen, strict=True):
+        unit = one / states[held].std(correction=0)
+        assert unit.abs().max() <= 1 and unit.abs().max() > 0.99
+        assert abs(unit.mean()) < 5 / math.sqrt(3 * unit.numel())  # five standard deviations of a mean
+        assert abs(unit.var() - 1 / 3) < 5 * math.sqrt(4 / 45 / unit.numel())  # and of a variance
+        pairs = unit.flatten()[:-1] * unit.flatten()[1:]
+        assert abs(pairs.mean()) < 5 / 3 / math.sqrt(pairs.numel())  # neighbours share bits, not chance

@@ -27,7 +27,7 @@ from coolsd.checkpoint import write_json
 from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.results import environment, source_state
-from coolsd.sampling import Sampling, counter_uniforms
+from coolsd.sampling import Sampling, counter_bits
 from coolsd.targets import free_memory
 from coolsd.transformer import TransformerConfig
 from data.features import CacheSettings
@@ -222,7 +222,7 @@ class DraftTraining(L.LightningModule):
         if self.hparams["guided_weight"]:
             losses["guided"] = masked_mean(soft_cross_entropy(draft, goal.guided), both)
         learns, wanted = torch.is_grad_enabled(), self.hparams["acceptance_weight"] != 0
-        if wanted or not learns or depth == 0:
+        if wanted or not learns or (depth == 0 and self._shown()):
             with torch.set_grad_enabled(learns and wanted):
                 q = draft.float().softmax(-1)
                 mass = acceptance_mass(q, goal.guided)
@@ -279,12 +279,14 @@ class DraftTraining(L.LightningModule):
     def _noise(self, index: Tensor, hidden: Tensor, seen: Tensor) -> Tensor:
         """Uniform in +- one standard deviation of each sample's hidden [B, G, N, H] (padding aside: seen [B, G, N]), of
         the same shape: a function of (seed, epoch, sample), so the same however samples are shared out."""
-        chance = counter_uniforms(self.seed, index, self.current_epoch, 1, hidden[0].numel())[0].view_as(hidden)
+        size = hidden[0].numel()
+        bits = counter_bits(self.seed, index, self.current_epoch, 1, -(-size // 4))[0]
+        chance = bits.view(torch.int16)[:, :size].view_as(hidden) / 2**15  # four of them in 64 bits, each in [-1, 1)
         held, axes = seen[..., None], (1, 2, 3)
         count = held.sum(axes, keepdim=True) * hidden.shape[-1]
         mean = (hidden * held).sum(axes, keepdim=True) / count
         deviation = (((hidden - mean) * held).pow(2).sum(axes, keepdim=True) / count).sqrt()
-        return (2 * chance - 1) * deviation
+        return chance * deviation
 
     def _weighed(self, losses: dict[str, Tensor]) -> Tensor:
         loss = self.hparams["feature_weight"] * losses["feature"]
@@ -304,12 +306,16 @@ class DraftTraining(L.LightningModule):
                     masses = torch.stack([losses[name] for losses in depths])
                     values |= {f"{name}_{depth}": mass for depth, mass in enumerate(masses[1:], start=2)}
                     values[length] = 1 + masses.cumprod(0).sum()
-        shown = self._trainer is None or (self.global_step + 1) % self.trainer.log_every_n_steps == 0
+        shown = self._shown()
         for name, value in values.items():
             if stage == "train" and shown and self._trainer is not None:  # processes wait only where it is looked at
                 value = self.trainer.strategy.reduce(value.detach(), reduce_op="mean")
             bar = name in ("loss", "acceptance")
             self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=stage != "train")
+
+    def _shown(self) -> bool:
+        """Whether someone looks at this step."""
+        return self._trainer is None or (self.global_step + 1) % self.trainer.log_every_n_steps == 0
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         return self._step(batch, "train")
