@@ -25,10 +25,9 @@ INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.
 
 
 class Metric(ABC):
-    """One number of a set of images. column: its name in results.json; digits: of the table."""
+    """One number of a set of images. column: its name in results.json."""
 
     column: str
-    digits: int = 2
 
     @abstractmethod
     def missing(self) -> str | None:
