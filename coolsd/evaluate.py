@@ -1,7 +1,8 @@
 """`coolsd evaluate`: prompts -> images of several methods -> accepted length, latency, bias -> results.json.
 
 Knows how to measure fairly: everything warmed up, methods interleaved prompt by prompt, plain always among them. An
-interrupted run goes on where it stopped: what was measured stands in measured.jsonl.
+interrupted run goes on where it stopped: what was measured stands in measured.jsonl. Under torchrun the processes
+share the prompts, each with a journal of its own; the first waits for the others and writes the results.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -37,7 +40,7 @@ from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make
 from coolsd.metrics import Metric, ready
 from coolsd.sampling import Sampling
 
-JOURNAL = "measured.jsonl"  # in the folder of a run: what it has measured
+JOURNAL = "measured.jsonl"  # in the folder of a run: what it has measured, or its first process has
 WARM_UP_ROUNDS = 12
 
 
@@ -140,14 +143,19 @@ def evaluate(
     if baseline not in (None, "ar", *(method.name for method in methods)):
         raise ValueError(f"no method named {baseline!r} for a baseline; choose one of ar, {', '.join(names[1:])}")
     captions = find_captions(prompts, split, limit)
+    rank, processes = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if processes > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     model = load_image_target(target, device, dtype, compile)
     model.encode(captions, sampling.branches == 2)
     contenders = list(load(model, methods, head, len(captions), sampling, compile))
-    print(f"{len(captions)} prompts, {repeats} repeats, methods: {', '.join(c.name for c in contenders)}")
-    wanted = ready(metrics or [])
+    wanted: list[Metric] = []
+    if rank == 0:
+        print(f"{len(captions)} prompts, {repeats} repeats, methods: {', '.join(c.name for c in contenders)}")
+        wanted = ready(metrics or [])
     if len({metric.column for metric in wanted}) < len(wanted):
         raise ValueError("two metrics of one kind would share a column of the table; measure them in two runs")
-    if metrics:
+    if metrics and rank == 0:
         print(f"metrics of images: {', '.join(metric.column for metric in wanted) or 'none'}")
     if check:
         return None
@@ -160,18 +168,27 @@ def evaluate(
         "repeats": repeats,
         "batch_size": batch_size,
         "compiled": compile,
+        "processes": processes,
         "seed": seed,
     }
     measured_on = {name: about["environment"][name] for name in ("versions", "device", "cpu", "threads", "dtype")}
     same = {
         **about,
         "environment": measured_on,
+        "processes": processes if processes > 1 else None,  # as older journals have it
         "captions": captions,
         "methods": [[c.name, c.about, c.prompts] for c in contenders],
     }
     if (out / "results.json").exists() and not (out / JOURNAL).exists():
         raise ValueError(f"{out / 'results.json'} is of a run that cannot be continued; choose another --out")
-    journal = Journal(out / JOURNAL, same)
+    journal = Journal(out / journal_name(rank), same)
+    if processes > 1:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))  # the slowest share may take long
+    work = list(turns(contenders, len(captions), repeats, batch_size))
+
+    def collect(pieces: dict[str, Any]) -> None:
+        for key, contender, *_ in work:
+            contender.images.extend(pieces.get(key, []))
 
     def write(metrics: Sequence[Metric] = ()) -> dict[str, Any]:
         plain = contenders[0].images
@@ -205,13 +222,26 @@ def evaluate(
         return found
 
     try:
-        measure(model, contenders, captions, sampling, seed, repeats, batch_size, out, journal)
+        own = [batch for batch in work if batch[2] % processes == rank]
+        measure(model, own, captions, sampling, seed, batch_size, out, journal, quiet=rank > 0)
     except BaseException:  # also Ctrl-C: what all methods have decoded by now stays, with its numbers
-        if all(contender.images for contender in contenders):
+        collect(journal.pieces)
+        if processes == 1 and all(contender.images for contender in contenders):
             write()
         raise
+    if processes > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    if rank > 0:
+        return None
+    others = [Journal(out / journal_name(other), same) for other in range(1, processes)]
+    collect({key: piece for of in (journal, *others) for key, piece in of.pieces.items()})
     found = write()  # a metric that fails costs no other number
     return write(wanted) if wanted else found
+
+
+def journal_name(rank: int) -> str:
+    return JOURNAL if rank == 0 else f"measured-{rank}.jsonl"
 
 
 def find_captions(prompts: list[str] | Path | None, split: str, limit: int | None) -> list[str]:
@@ -251,38 +281,43 @@ def load(
         yield Contender(method.name, drafter, rule, about, method.first or prompts, [])
 
 
+# one method on one batch: its key in the journal, the method, the batch's number, the repeat, the first prompt
+Batch: TypeAlias = tuple[str, Contender, int, int, int]
+
+
+def turns(contenders: Sequence[Contender], prompts: int, repeats: int, batch_size: int) -> Iterator[Batch]:
+    """Every batch of prompts by all methods, one after another, in an order that turns from batch to batch, so that
+    drift of the machine hits all alike."""
+    starts = [(repeat, first) for repeat in range(repeats) for first in range(0, prompts, batch_size)]
+    for turn, (repeat, first) in enumerate(starts):
+        for contender in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]:
+            if first < contender.prompts:
+                yield f"{contender.name} {repeat} {first}", contender, turn, repeat, first
+
+
 def measure(
-    model: Any, contenders: Sequence[Contender], captions: Sequence[str], sampling: Sampling, seed: int, repeats: int,
-    batch_size: int, out: Path, journal: Journal,
+    model: Any, work: Sequence[Batch], captions: Sequence[str], sampling: Sampling, seed: int, batch_size: int,
+    out: Path, journal: Journal, quiet: bool,
 ) -> None:  # fmt: skip
-    """Fill each contender's images. Every batch of prompts is decoded by all of them, one after another, in an order
-    that turns from batch to batch, so that drift of the machine hits all alike; beforehand each starts on the first
-    batch, unmeasured, to warm up. What the journal has is not decoded again."""
-    starts = [(repeat, first) for repeat in range(repeats) for first in range(0, len(captions), batch_size)]
-    work = [
-        (f"{contender.name} {repeat} {first}", contender, repeat, first)
-        for turn, (repeat, first) in enumerate(starts)
-        for contender in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]
-        if first < contender.prompts
-    ]
+    """Decode what the journal does not have. Beforehand each method starts on the first prompts, unmeasured, to warm
+    up."""
 
     def done(key: str) -> bool:
         pictures = [record["file"] for record in journal.pieces.get(key, []) if "file" in record]
         return key in journal.pieces and all((out / name).is_file() for name in pictures)
 
-    left = {contender.name for key, contender, *_ in work if not done(key)}
-    with progress_bar("evaluate", len(work) + len(left), "images measured") as bar:
-        for contender in contenders:
-            if contender.name in left:
-                words = captions[: min(batch_size, contender.prompts)]
-                warm_up(model, words, contender.drafter, contender.rule, sampling)
-                bar.update(bar.task_ids[0], advance=1)
-        for key, contender, repeat, first in work:
-            if not done(key):
-                batch = range(first, min(first + batch_size, contender.prompts))
-                journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, out))
-            contender.images.extend(journal.pieces[key])
-            bar.update(bar.task_ids[0], advance=1, rate=str(sum(len(c.images) for c in contenders)))
+    left = [batch for batch in work if not done(batch[0])]
+    cold = {contender.name: contender for _, contender, *_ in left}
+    with progress_bar("evaluate", len(work) + len(cold), "batches measured", quiet) as bar:
+        for contender in cold.values():
+            words = captions[: min(batch_size, contender.prompts)]
+            warm_up(model, words, contender.drafter, contender.rule, sampling)
+            bar.update(bar.task_ids[0], advance=1)
+        bar.update(bar.task_ids[0], advance=len(work) - len(left))
+        for key, contender, _, repeat, first in left:
+            batch = range(first, min(first + batch_size, contender.prompts))
+            journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, out))
+            bar.update(bar.task_ids[0], advance=1, rate=str(len(journal.pieces)))
 
 
 class _WarmedUp(Exception):

@@ -288,9 +288,10 @@ def bytes_per_image(config: dict[str, Any], branches: int, nodes: int, itemsize:
     return cache, nodes * codes * (branches * itemsize + 6 * 4)  # 6: guided, both distributions, mass, certificates
 
 
-def progress_bar(what: str, total: int, unit: str) -> Progress:
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TextColumn(f"{{task.fields[rate]}} {unit}"), TimeRemainingColumn())  # fmt: skip
+def progress_bar(what: str, total: int, unit: str, quiet: bool = False) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn(f"{{task.fields[rate]}} {unit}"), TimeRemainingColumn())  # fmt: skip
+    bar = Progress(*columns, disable=quiet)
     bar.add_task(what, total=total, rate="-")
     return bar
 

@@ -110,6 +110,10 @@ class FID(Metric):
         found = sorted(path for path in self.real.rglob("*") if path.suffix.lower() in PICTURES)
         return found[: self.limit]
 
+    def reals(self) -> Iterator[Tensor]:
+        """uint8 [3, size, size] each."""
+        return squares(self.real_images(), self.size)
+
     def missing(self) -> str | None:
         if not self.real.is_dir() or len(self.real_images()) < 2:
             return f"fid: {self.real} holds fewer than 2 images; point real at a folder of real ones"
@@ -133,18 +137,19 @@ class FID(Metric):
             shape = (3, self.size, self.size)
             metric = FrechetInceptionDistance(feature, reset_real_features=False, input_img_size=shape, **path)
             self._metric = metric.to(device)
-            self._found = {"real_images": self._update(self.real_images(), device, real=True)}
+            self._found = {"real_images": self._update(self.reals(), device, real=True)}
             self._found["network"] = weights_hash(metric.inception)
         self._metric.reset()
-        self._found["images"] = self._update(pictures, device, real=False)
+        self._found["images"] = self._update(squares(pictures, self.size), device, real=False)
         return float(self._metric.compute())
 
-    def _update(self, pictures: Sequence[Path], device: torch.device, real: bool) -> int:
-        images = squares(pictures, self.size)
+    def _update(self, images: Iterator[Tensor], device: torch.device, real: bool) -> int:
+        count = 0
         with torch.inference_mode():
             while batch := list(itertools.islice(images, self.batch_size)):
                 self._metric.update(torch.stack(batch).to(device), real=real)
-        return len(pictures)
+                count += len(batch)
+        return count
 
     def about(self) -> dict[str, Any]:
         protocol = f"middle square, Pillow bicubic, {self.size} px"

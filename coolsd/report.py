@@ -1,6 +1,6 @@
-"""`coolsd report`: results.json -> report.html, which needs no network and no other file, and table.md.
+"""`coolsd report`: results.json of one run or several -> table.md, figures/ and report.html, which needs no other file.
 
-Knows results.json and HTML; knows no model.  Every word from a file is escaped, every picture lies in the run's folder.
+Knows results.json and HTML; knows no model.  Every word from a file is escaped, every picture lies in its run's folder.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from PIL import Image
 
 from coolsd.checkpoint import write_whole
 from coolsd.cli import argument_parser
-from coolsd.results import cells, comparison, half, header, markdown, setting, show
+from coolsd.results import agreement, cells, comparison, half, header, markdown, merge, relaxed, setting, show
 
 PROMPTS_SHOWN = 16
+DIALS = ("delta", "k", "bound")  # of a rule: what moves along its curve
 PICTURE = 256  # pixels, at most; larger ones are shown smaller
 PARTS = {"prefill": "#9aa5b1", "draft": "#e8a33d", "target": "#3b6fb6", "verify": "#7a4fa3", "decode_images": "#5aa469"}
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
     """report.html, table.md and figures/, as PNG and SVG, into the folder of results.json."""
-    drawn = {name: figure for name, figure in (("chart", chart(results)), ("positions", heat_map(results))) if figure}
+    figures = (("chart", chart(results)), ("tradeoff", tradeoff(results)), ("positions", heat_map(results)))
+    drawn = {name: figure for name, figure in figures if figure}
     (folder / "figures").mkdir(exist_ok=True)
     for name, figure in drawn.items():
         for kind in ("png", "svg"):
@@ -40,18 +42,10 @@ def write(folder: Path, results: dict[str, Any]) -> None:
 
 
 def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> str:
-    rows, made = results["rows"], results["environment"]
+    rows = results["rows"]
     best = max(rows, key=lambda row: row["speedup"])
-    about = {
-        "Command": made["command"],
-        "Target": results["target"],
-        "Draft head": results["draft"],
-        "Machine": f"{made['cpu']}, {made['cores']} cores, {made['threads']} threads; {made['platform']}",
-        "Device, dtype": f"{made['device']}, {made['dtype']}{', compiled' if results['compiled'] else ''}",
-        "Versions": ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
-        "Date": made["date"],
-        "Measured for": f"{results['minutes']:.1f} minutes, seed {results['seed']}",
-    }
+    abouts = [about(run) for run in results.get("runs", [results])]
+    merged = {key: "; ".join(dict.fromkeys(one[key] for one in abouts)) for key in abouts[0]}
     fits = results["prompts"] <= PROMPTS_SHOWN
     depth = max(len(row["acceptance_per_position"]) for row in rows)
     positions = [
@@ -60,7 +54,7 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
         if row["acceptance_per_position"]
     ]
     pictures = grid(folder, results)
-    differences = comparison(results)
+    differences, ranks = comparison(results), agreement(results)
     return PAGE.format(
         style=STYLE,
         headline=escape(
@@ -70,13 +64,32 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
         setting=escape(setting(results) + "; ± and brackets: 95% intervals"),
         table=table_html(header(results), cells(results)) + (table_html(*differences) if differences[1] else ""),
         chart=f'<img class="chart" alt="bar charts of the table" src="{png_uri(figures["chart"])}">',
+        tradeoff=TRADEOFF.format(png_uri(figures["tradeoff"]), table_html(*ranks) if ranks[1] else "")
+        if "tradeoff" in figures
+        else "",
         heat_map=HEAT_MAP.format(png_uri(figures["positions"])) if "positions" in figures else "",
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
         grid=pictures,
         shown=f"Same caption and seed in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
         "methods draw other samples of the target's own distribution; relaxed ones deviate from it by the bias above.",
-        about="".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in about.items()),
+        about="".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in merged.items()),
     )
+
+
+def about(run: dict[str, Any]) -> dict[str, str]:
+    """How a run's numbers were made."""
+    made = run["environment"]
+    return {
+        "Command": made["command"],
+        "Target": str(run["target"]),
+        "Draft head": str(run["draft"]),
+        "Machine": f"{made['cpu']}, {made['cores']} cores, {made['threads']} threads; {made['platform']}",
+        "Device, dtype": f"{made['device']}, {made['dtype']}{', compiled' if run['compiled'] else ''}",
+        "Versions": ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
+        "Metrics": "; ".join(f"{name}: {settings}" for name, settings in run.get("metrics", {}).items()) or "none",
+        "Date": made["date"],
+        "Measured for": f"{run['minutes']:.1f} minutes, seed {run['seed']}",
+    }
 
 
 def schedule(row: dict[str, Any]) -> str:
@@ -97,12 +110,13 @@ def grid(folder: Path, results: dict[str, Any]) -> str:
     """The same prompts in rows, the methods in columns."""
     columns = [row["per_image"] for row in results["rows"]]
     files = [{p: f for p, f in zip(of["prompt"], of["file"], strict=True) if f} for of in columns]
+    folders = [row.get("folder", folder) for row in results["rows"]]
     head = "<th></th>" + "".join(f"<th>{escape(row['name'])}</th>" for row in results["rows"])
     body = ""
     for prompt, caption in enumerate(results["captions"][:PROMPTS_SHOWN]):
         body += f"<tr><th>{escape(caption)}</th>"
-        for of in files:
-            source = f' src="{png_uri(picture(folder, of[prompt]))}"' if prompt in of else ""
+        for own, of in zip(folders, files, strict=True):
+            source = f' src="{png_uri(picture(own, of[prompt]))}"' if prompt in of else ""
             body += f'<td><img alt="{escape(caption)}"{source}></td>' if source else "<td></td>"
         body += "</tr>"
     return f'<div class="wide"><table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -156,8 +170,58 @@ def heat_map(results: dict[str, Any]) -> Any:
     return figure
 
 
+def family(row: dict[str, Any]) -> str:
+    """What a curve of the trade-off has in common: all of rule and drafter but the rule's dial."""
+    rule = {key: value for key, value in row["rule"].items() if key not in ("name", "schedule", *DIALS)}
+    words = [row["rule"]["name"], *(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+                                    for key, value in rule.items() if value is not None)]  # fmt: skip
+    drafter = row["drafter"]
+    shape = [str(drafter[key]) for key in ("shape", "init", "coupling") if drafter.get(key) is not None]
+    return f"{' '.join(words)}, {' '.join([str(drafter.get('name')), str(drafter.get('depth')), *shape])}"
+
+
+def tradeoff(results: dict[str, Any]) -> Any:
+    """Accepted length against bias, KL, NLL drift and each metric, with 95% intervals; settings of one rule on one
+    drafter are joined. None for fewer than 3 methods that deviate from the target."""
+    from matplotlib.figure import Figure
+
+    if len(relaxed(results["rows"])) < 3:
+        return None
+    panels = {"bias_per_token": "bias per token (bound)", "kl_per_token": "KL per token (bound, nats)"}
+    panels |= {"nll_drift": "NLL drift (nats)"} | {key: key.replace("_", " ") for key in results.get("metrics", {})}
+    panels = {key: title for key, title in panels.items() if any(row.get(key) for row in results["rows"])}
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        if row["rule"] is not None:
+            families.setdefault(family(row), []).append(row)
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(4.2 * across + 2, 3.9 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False, sharey=True).flatten()
+    for axis, (key, title) in zip(axes, panels.items(), strict=False):
+        for number, of in enumerate(families.values()):
+            found = [(row[key] if isinstance(row[key], dict) else {"mean": row[key]}, row["accepted_length"])
+                     for row in of if row.get(key) is not None]  # fmt: skip
+            found.sort(key=lambda pair: pair[1]["mean"])
+            axis.errorbar(
+                [x["mean"] for x, _ in found], [y["mean"] for _, y in found],
+                xerr=[half(x) or 0 for x, _ in found], yerr=[half(y) or 0 for _, y in found],
+                color=f"C{number % 10}", marker="osD^v"[number // 10 % 5], ms=4, lw=1.2, elinewidth=0.8,
+            )  # fmt: skip
+        axis.set_xlabel(title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis in axes[::across]:
+        axis.set_ylabel("accepted length", fontsize=9)
+    labels = [name.replace("$", r"\$") for name in families]
+    figure.legend(axes[0].containers, labels, fontsize=8, frameon=False, loc="outside right upper")
+    return figure
+
+
 def chart(results: dict[str, Any]) -> Any:
-    """Accepted length, time by part, bias and NLL of each method."""
+    """Accepted length, time by part, bias and NLL drift of each method."""
     from matplotlib.figure import Figure
 
     rows = results["rows"]
@@ -166,7 +230,7 @@ def chart(results: dict[str, Any]) -> Any:
     figure = Figure(figsize=(11, 1.6 + 0.62 * len(rows)), layout="constrained")
     axes = figure.subplots(2, 2, sharey=True).flatten()
     panels = (("accepted_length", "accepted length (tokens per target call)"), None,
-              ("bias_per_token", "bias per token (bound)"), ("nll_per_token", "NLL per token (nats)"))  # fmt: skip
+              ("bias_per_token", "bias per token (bound)"), ("nll_drift", "NLL drift (nats per token)"))  # fmt: skip
     for axis, panel in zip(axes, panels, strict=True):
         if panel is None:
             left = [0.0] * len(rows)
@@ -180,8 +244,8 @@ def chart(results: dict[str, Any]) -> Any:
             axis.margins(x=0.12)
             continue
         key, title = panel
-        means = [(row[key] or {"mean": 0.0})["mean"] for row in rows]
-        halves = [half(row[key] or {}) or 0.0 for row in rows]
+        means = [(row.get(key) or {"mean": 0.0})["mean"] for row in rows]
+        halves = [half(row.get(key) or {}) or 0.0 for row in rows]
         bars = axis.barh(names, means, xerr=halves, color=colours, error_kw={"lw": 1, "ecolor": "#333"})
         axis.bar_label(bars, [f" {mean:#.3g}" for mean in means], fontsize=8)
         axis.set_title(title, fontsize=10)
@@ -193,11 +257,17 @@ def chart(results: dict[str, Any]) -> Any:
     return figure
 
 
+TRADEOFF = """<h2>What length costs</h2>
+<p class="quiet">Accepted length against what the run knows of its deviation from the target (bias and KL are bounds)
+and what was measured of its images; bars are 95% intervals, settings of one rule on one drafter are joined. Higher and
+further left is better; of a score further right.</p>
+<img class="chart" alt="accepted length against bias, KL, NLL drift and metrics" src="{}">
+{}"""
 HEAT_MAP = """<h2>Where in the picture drafts pass</h2>
 <p class="quiet">Tokens of the target call that gave each token, row by row of the image, the mean over all images.</p>
 <img class="chart" alt="accepted length at each place of the image" src="{}">"""
 STYLE = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #1d232b; background: #fff; max-width: 1120px; margin: 2.5rem auto;
+body { font: 16px/1.55 system-ui, sans-serif; color: #1d232b; background: #fff; max-width: 1240px; margin: 2.5rem auto;
   padding: 0 1.2rem }
 h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin-top: 2.4rem }
 .lead { font-size: 1.1rem; margin: .2rem 0 } .quiet { color: #5b6672; font-size: .9rem }
@@ -221,6 +291,7 @@ PAGE = """<!doctype html>
 <p class="quiet">{setting}</p>
 {table}
 {chart}
+{tradeoff}
 <h2>The same prompts</h2>
 <p class="quiet">{shown}</p>
 {grid}
@@ -238,7 +309,9 @@ distribution and the target's. Exactly 0 for lossless rules.</dd>
 <dt>KL per token</dt><dd>A bound of the same kind on the Kullback-Leibler divergence, in nats; infinite where a token
 that the target excludes was possible.</dd>
 <dt>NLL per token</dt><dd>Minus the log probability, before top-k and top-p, that the target gives the emitted tokens.
-A difference to plain decoding beyond chance is drift.</dd>
+NLL drift is its difference to plain decoding's, image by image.</dd>
+<dt>Rank correlation</dt><dd>Spearman's, over the methods that deviate from the target (their number in brackets): does
+the setting with the larger bound also have the larger measured difference?</dd>
 <dt>Speed-up</dt><dd>Mean latency of plain decoding divided by the method's, on the same prompts, from caption to
 pixels, loading excluded.</dd>
 </dl>
@@ -253,16 +326,33 @@ image quality. With few prompts, small differences between methods are chance; s
 """
 
 
-def main(args: list[str]) -> None:
-    parser = argument_parser("report", "results.json -> report.html and table.md, in the same folder.")
-    parser.add_argument("folder", type=Path, help="folder of results.json, as coolsd evaluate writes it")
-    folder = parser.parse_args(args).folder
+def read(folder: Path) -> dict[str, Any]:
+    """A run's results.json, each row with its folder. Raises ValueError where it is none of ours."""
+    path = folder / "results.json"
     try:
-        results = json.loads((folder / "results.json").read_text("utf-8"))
+        results = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{folder / 'results.json'} is not JSON ({error}); make it with coolsd evaluate") from None
+        raise ValueError(f"{path} is not JSON ({error}); make it with coolsd evaluate") from None
     if not isinstance(results, dict) or results.get("schema") != 1:
-        raise ValueError(f"{folder / 'results.json'} is not of schema 1; make it with coolsd evaluate")
-    write(folder, results)
+        raise ValueError(f"{path} is not of schema 1; make it with coolsd evaluate")
+    results.pop("runs", None)
+    for row in results["rows"]:
+        row["folder"] = folder
+    return results
+
+
+def main(args: list[str]) -> None:
+    parser = argument_parser("report", "results.json -> report.html, table.md and figures/; several runs become one.")
+    parser.add_argument("folders", type=Path, nargs="+", help="folders of results.json, as coolsd evaluate writes it")
+    parser.add_argument("--out", type=Path, default=None, help="folder to write into; of one run its own if not given")
+    options = parser.parse_args(args)
+    folders: list[Path] = options.folders
+    out: Path | None = options.out or (folders[0] if len(folders) == 1 else None)
+    if out is None:
+        raise ValueError(f"a report of {len(folders)} runs needs a folder of its own: add --out DIR")
+    runs = [(folder.resolve().name, read(folder)) for folder in folders]
+    results = merge(runs) if len(runs) > 1 else runs[0][1]
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, results)
     show(results)
-    print(folder / "report.html")
+    print(out / "report.html")

@@ -31,7 +31,7 @@ from coolsd.interfaces import DecodeResult
 MEASURED = ("accepted_length", "target_calls", "latency_s", "bias_per_token", "kl_per_token", "nll_per_token")
 UNLISTED = ("seconds", "emitted")  # of a record, in per_image: too long to list
 HEADER = ("method", "accepted length", "target calls", "latency s", "speed-up", "speed-up / length", "bias / token",
-          "KL / token", "NLL / token")  # fmt: skip
+          "KL / token", "NLL / token", "NLL drift")  # fmt: skip
 COMPARED = ("accepted_length", "nll_per_token")  # image by image, with a baseline
 SHOWN = (0, 1, 3, 4, 5, 6, 8)  # columns of the printed table
 
@@ -69,11 +69,14 @@ def row(
     summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in MEASURED}
     summaries["latency_s"] = summary([image["latency_s"] for image in batches])
     assert summaries["accepted_length"] is not None
+    nll_of_plain = {image["row"]: image["nll_per_token"] for image in plain}
+    drift = [image["nll_per_token"] - nll_of_plain[image["row"]] for image in images]
     return {
         "name": name,
         **about,
         "images": len(images),
         **summaries,
+        "nll_drift": summary(drift),
         "kl_infinite_fraction": None if None in infinite else sum(infinite) / len(infinite),
         "speedup": speedup,
         "speedup_ci95": interval,
@@ -176,7 +179,7 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
             row["name"], measured(row["accepted_length"], 2), measured(row["target_calls"], 1),
             measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",
             f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
-            measured(row["nll_per_token"], 3),
+            measured(row["nll_per_token"], 3), measured(row.get("nll_drift"), 3),
             *("-" if row.get(column) is None else f"{row[column]:.2f}" for column in results.get("metrics", {})),
         ])  # fmt: skip
     return table
@@ -187,13 +190,61 @@ def comparison(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = ("accepted length", "t", "NLL / token", "t")
     table = []
     for row in results["rows"]:
-        if row.get("against_baseline"):
+        if results.get("baseline") is not None and row.get("against_baseline"):
             cells = [row["name"]]
             for key in COMPARED:
                 found = row["against_baseline"][key] or {"mean": math.nan, "t": None}
                 cells += [with_half(found, 3, "+"), "-" if found["t"] is None else f"{found['t']:.1f}"]
             table.append(cells)
     return [f"less {results.get('baseline')}, image by image", *names], table
+
+
+def agreement(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells: Spearman's rank correlation, over the methods that deviate from the target, of what a run can
+    know of itself (bias, KL, NLL drift) with what is measured of its images. No cells for fewer than 4 such methods."""
+    from torchmetrics.functional import spearman_corrcoef
+
+    measured = ["nll_drift", *results.get("metrics", {})]
+    table = []
+    for certificate in ("bias_per_token", "kl_per_token", "nll_drift"):
+        cells = [certificate.replace("_", " ")]
+        for name in measured:
+            pairs = [(_mean(row.get(certificate)), _mean(row.get(name))) for row in relaxed(results["rows"])]
+            both = torch.tensor([pair for pair in pairs if None not in pair], dtype=torch.float64)
+            known = len(both) >= 4 and name != certificate
+            cells.append(f"{spearman_corrcoef(*both.T):.2f} ({len(both)})" if known else "-")
+        table.append(cells)
+    found = any(cell != "-" for cells in table for cell in cells[1:])
+    return ["rank correlation", *(name.replace("_", " ") for name in measured)], table if found else []
+
+
+def relaxed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The methods that deviate from the target."""
+    return [row for row in rows if (_mean(row["bias_per_token"]) or 0) > 0]
+
+
+def _mean(value: Any) -> float | None:
+    return value["mean"] if isinstance(value, dict) else value
+
+
+def merge(runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One table of several runs, each (name, results): rows whose names occur twice get their run's name, too. Captions
+    are shared by their words. "runs" keeps what each run says of itself."""
+    captions = list(dict.fromkeys(caption for _, run in runs for caption in run["captions"]))
+    place = {caption: index for index, caption in enumerate(captions)}
+    names = [row["name"] for _, run in runs for row in run["rows"]]
+    rows = []
+    for name, run in runs:
+        for row in run["rows"]:
+            prompts = [place[run["captions"][prompt]] for prompt in row["per_image"]["prompt"]]
+            own = row["name"] if names.count(row["name"]) == 1 else f"{row['name']} ({name})"
+            rows.append({**row, "name": own, "per_image": {**row["per_image"], "prompt": prompts}})
+    (_, first), *_ = runs
+    metrics = {column: about for _, run in runs for column, about in run.get("metrics", {}).items()}
+    merged = {"schema": 1, "rows": rows, "captions": captions, "prompts": len(captions), "metrics": metrics}
+    if len({run.get("baseline") for _, run in runs}) == 1:
+        merged["baseline"] = first.get("baseline")
+    return {**merged, "minutes": sum(run["minutes"] for _, run in runs), "runs": [run for _, run in runs]}
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -223,14 +274,19 @@ def show(results: dict[str, Any]) -> None:
 
 
 def setting(results: dict[str, Any]) -> str:
-    """What the numbers hold for, as one sentence."""
+    """What the numbers hold for, as one sentence a run that differs."""
+    return "; ".join(dict.fromkeys(_setting(run) for run in results.get("runs", [results])))
+
+
+def _setting(results: dict[str, Any]) -> str:
     made, sampling = results["environment"], results["rows"][0]["sampling"]
     machine = f"{made['cpu']}, {made['threads']} threads" if made["device"] == "cpu" else made["device"]
     compiled = ", compiled" if results["compiled"] else ""
+    shared = f", {processes} processes at once" if (processes := results.get("processes", 1)) > 1 else ""
     return (
         f"{results['prompts']} prompts, {results['repeats']} image(s) each, batch {results['batch_size']}, "
         f"{made['dtype']}{compiled}, guidance {sampling['guidance']:g}, temperature {sampling['temperature']:g}, "
-        f"top-k {sampling['top_k']}, top-p {sampling['top_p']:g}; {machine}"
+        f"top-k {sampling['top_k']}, top-p {sampling['top_p']:g}; {machine}{shared}"
     )
 
 

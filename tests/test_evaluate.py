@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -292,3 +296,66 @@ def test_wrong_methods_are_told_in_a_sentence(line, said, saved_toy, tmp_path, c
     arguments = ["--target", str(saved_toy / "target"), "--head", str(saved_toy / "draft"), "--device", "cpu"]
     assert cli.main(["evaluate", "--config", str(recipe), *arguments, "--out", str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err
+
+
+FATAL = '''
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+tests = []
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """Uniform relaxation that kills its process at the 12th test, once: where the file is, and takes it along."""
+
+    flag: str
+
+    def accept_probs(self, target_probs, draft_probs, depth):
+        tests.append(depth)
+        if len(tests) == 12 and Path(self.flag).exists():
+            Path(self.flag).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (1.5 * target_probs / draft_probs).clamp(max=1)
+'''
+
+
+def test_two_processes_one_of_them_killed_are_one(command, tmp_path, monkeypatch):
+    """torchrun: the prompts are shared; SIGKILL amid the work, the same command again, and the results are those of
+    one process that nobody disturbed, latencies aside."""
+    (tmp_path / "fatal.py").write_text(FATAL)
+    flag = tmp_path / "flag"
+    recipe = tmp_path / "fatal.yaml"
+    recipe.write_text(f"""
+methods:
+  - {{name: eagle-1, rule: vanilla}}
+  - {{name: fatal, rule: {{class_path: fatal.Fatal, init_args: {{flag: {flag}}}}}}}
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["evaluate", *command[2:], "--config", str(recipe), "--out"]
+    assert cli.main([*words, str(tmp_path / "one")]) == 0
+    flag.touch()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    path = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    codes = []
+    for _ in range(2):
+        shared = [*launch, "-m", "coolsd.cli", *words, str(tmp_path / "two")]
+        codes.append(subprocess.run(shared, env=environment, capture_output=True, timeout=300).returncode)
+        codes.append((tmp_path / "two" / "results.json").exists())
+    assert codes == [1, False, 0, True] and not flag.exists()
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert (one["processes"], two["processes"]) == (1, 2) and two["captions"] == CAPTIONS
+    for alone, shared in zip(one["rows"], two["rows"], strict=True):
+        for key in ("row", "target_calls", "file", "accepted_length"):
+            assert alone["per_image"][key] == shared["per_image"][key]
+        assert alone["per_image"]["nll_per_token"] == pytest.approx(shared["per_image"]["nll_per_token"], rel=1e-5)
+        assert alone["length_at_token"] == shared["length_at_token"]
+        for name in alone["per_image"]["file"]:
+            if name is not None:
+                with Image.open(tmp_path / "one" / name) as a, Image.open(tmp_path / "two" / name) as b:
+                    assert a.tobytes() == b.tobytes()
+    shares = [(tmp_path / "two" / evaluate.journal_name(rank)).read_bytes().count(b"\n") for rank in (0, 1)]
+    assert shares == [1 + 3 * 4] * 2  # settings, and half of the 8 batches by each of 3 methods

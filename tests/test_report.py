@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 from PIL import Image
@@ -45,6 +47,7 @@ def folder(tmp_path):
 def test_the_report_is_self_contained_and_escaped(folder, capsys):
     assert cli.main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text("utf-8")
+    assert "What length costs" not in page  # one relaxed method is no curve
     assert "<script" not in page and "<b>" not in page and "&lt;script&gt;" in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
@@ -88,3 +91,77 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
 def test_lengths_stand_where_their_tokens_are():
     """Calls of 2, 1, 3 tokens and of 1, 1, 4: token 1 came with two and with one, and so on."""
     assert results.length_at_token([[2, 1, 3], [1, 1, 4]]) == [1.5, 1.5, 2.5, 3.5, 3.5, 3.5]
+
+
+def several(folder, count):
+    """Turns the run in the folder into one of so many relaxed methods on a metric: the later the longer, and worse."""
+    found = json.loads((folder / "results.json").read_text())
+    plain, relaxed = found["rows"][:2]
+    found["metrics"] = {"fd_emoji": {"real": "x"}}
+    rows = []
+    for number in range(count):
+        row = json.loads(json.dumps(relaxed)) | {"name": f"m{number}", "fd_emoji": number**2}
+        row["rule"] = {"name": "cool-sd", "delta": 1.0 + number, "nu": 0.7, "schedule": [1.0]}
+        row["bias_per_token"] = {"mean": 0.1 + number, "std": 1.0, "ci95": [number, 0.2 + number]}
+        row["nll_drift"] = {"mean": -0.1 * number, "std": 1.0, "ci95": [-1.0, 1.0]}
+        rows.append(row)
+    plain |= {"fd_emoji": 0.5, "bias_per_token": {"mean": 0.0, "std": 0.0, "ci95": [0.0, 0.0]}}
+    (folder / "results.json").write_text(json.dumps({**found, "rows": [plain, *rows]}))
+
+
+def test_ranks_of_certificates_and_measures_are_correlated(folder):
+    several(folder, 5)
+    _, table = results.agreement(json.loads((folder / "results.json").read_text()))
+    assert table[0] == ["bias per token", "-1.00 (5)", "1.00 (5)"]
+    assert table[1] == ["kl per token", "-", "-"]  # infinite everywhere
+    assert table[2] == ["nll drift", "-", "-1.00 (5)"]
+    several(folder, 3)
+    assert results.agreement(json.loads((folder / "results.json").read_text())) == (
+        ["rank correlation", "nll drift", "fd emoji"], [],
+    )  # fmt: skip
+
+
+def test_runs_are_merged_by_captions_and_names(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(folder, other, dirs_exist_ok=True)
+    several(other, 4)
+    found = json.loads((other / "results.json").read_text()) | {"captions": ["b", "new"], "batch_size": 4}
+    (other / "results.json").write_text(json.dumps(found))
+    assert cli.main(["report", str(folder), str(other)]) == 2  # into which folder?
+    out = tmp_path_factory.mktemp("merged")
+    assert cli.main(["report", str(folder), str(other), "--out", str(out)]) == 0
+    names = [line.split(" | ")[0][2:] for line in (out / "table.md").read_text("utf-8").splitlines()[2:9]]
+    assert names[0] == f"ar ({folder.name})" and names[2:] == [f"ar ({other.name})", "m0", "m1", "m2", "m3"]
+    page = (out / "report.html").read_text("utf-8")
+    assert "batch 1," in page and "batch 4," in page and "What length costs" in page and "rank correlation" in page
+    body = page[page.index("The same prompts") : page.index("Acceptance by depth")]
+    cells = [row.count("<img") for row in body.split("<tr>")[2:]]
+    assert cells == [2, 2 + 5, 5]  # only the first run's, both, only the second's
+    assert (out / "figures" / "tradeoff.svg").exists() and not (out / "results.json").exists()
+
+
+def test_a_folder_that_results_name_themselves_is_not_read(folder, tmp_path_factory):
+    """results.json is what strangers wrote: pictures are looked for in the folder that the user named."""
+    outside = tmp_path_factory.mktemp("outside")
+    Image.new("RGB", (8, 8)).save(outside / "0.png")
+    found = json.loads((folder / "results.json").read_text())
+    found["rows"][0]["folder"] = str(outside)
+    found["rows"][0]["per_image"]["file"][0] = "0.png"
+    (folder / "results.json").write_text(json.dumps(found))
+    assert cli.main(["report", str(folder)]) == 2
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
+def test_a_browser_shows_every_figure_and_complains_of_nothing(folder, tmp_path):
+    several(folder, 5)
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text("utf-8")
+    count = "document.title = [...document.images].map(i => Number(i.complete && i.naturalWidth > 0)).join('')"
+    (tmp_path / "page.html").write_text(f"{page}<script>onload = () => {{ {count} }}</script>", "utf-8")
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    browser += ["--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", f"file://{tmp_path}/page.html"]
+    shown = subprocess.run(browser, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0 and "CONSOLE" not in shown.stderr
+    (title,) = re.findall("<title>(.*?)</title>", shown.stdout)
+    assert title == "1" * (3 + 2 * 6)  # three figures; two prompts by plain and five methods
