@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coolsd.cli import argument_parser
+from coolsd.emoji_metrics import ClipEmoji
 from coolsd.evaluate import JOURNAL, Method, evaluate
+from coolsd.metrics import Metric
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = REPOSITORY / "recipes" / "emoji"
@@ -89,7 +91,9 @@ def quickstart(
     for name in (JOURNAL, "results.json"):  # the fresh head may be another one than last time
         (out / name).unlink(missing_ok=True)
     fresh = out / "fit" / "export" / "draft"
-    evaluate(out, methods(sizes, fresh), limit=sizes.prompts, device=device, dtype=dtype, seed=seed)
+    compared = methods(sizes, fresh)
+    metrics: list[Metric] = [ClipEmoji()]
+    evaluate(out, compared, limit=sizes.prompts, metrics=metrics, device=device, dtype=dtype, seed=seed)
     announce(f"done; open {out / 'report.html'} (numbers: results.json, table.md)", start)
 
 

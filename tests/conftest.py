@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
 PARITY = Path(__file__).parent / "parity"
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    torch.set_num_threads(1)
 WORDS = {"[unknown]": 0, "a": 1, "b": 2, "c": 3}
 
 
