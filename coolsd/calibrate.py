@@ -138,7 +138,7 @@ def calibrate(
     families = CURVES if curves is None else curves
     for family in families:
         family.replayed_rules(), family.rules(family.measure)  # a mistake is told before anything is loaded
-    captions = find_captions(prompts, split, limit)
+    captions = find_captions(prompts, split, limit, seed)
     if len(captions) < 2:
         raise ValueError(f"{len(captions)} caption, but intervals need at least 2; give more prompts or a larger limit")
     rule = CoolSD(delta, nu, floor)

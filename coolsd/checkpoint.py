@@ -101,11 +101,11 @@ def same_weights(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and one.rpartition("@")[2] == other.rpartition("@")[2]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    if path.stat().st_size > CONFIG_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than the {CONFIG_BYTES} of any config of ours")
+    if path.stat().st_size > most:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than the {most} that such a file may have")
     try:
         value = json.loads(path.read_text("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

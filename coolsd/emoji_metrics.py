@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from coolsd.checkpoint import find_folder, fingerprint, load_strictly, read_json, read_tensors, save_checkpoint
-from coolsd.metrics import FID, Metric, squares, weights_hash
+from coolsd.metrics import FID, ImageMetric, squares, weights_hash
 from coolsd.targets.captions import WordEncoder
 
 SIZE = 64  # pixels a side
@@ -137,7 +137,7 @@ class FrechetEmoji(FID):
         return {**super().about(), "real": f"data/emoji, {self.split}"}
 
 
-class ClipEmoji(Metric):
+class ClipEmoji(ImageMetric):
     """100 max(0, cosine of the image's and the caption's features), the mean of all images."""
 
     column = "clip_emoji"
@@ -161,18 +161,19 @@ class ClipEmoji(Metric):
             return f"{self.column}: {error}; the network comes with the repository"
         return None
 
-    def score(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> float:
+    def each(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> list[float]:
+        """Raises ValueError for a caption without words."""
         network = (self._network or CaptionImageNetwork.load(self.name)).to(device)
-        total = 0.0
+        scores: list[float] = []
         for first in range(0, len(pictures), self.batch_size):
             batch = slice(first, first + self.batch_size)
             with torch.inference_mode(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of unknown words the target has warned
                 images = network(torch.stack(list(squares(pictures[batch], SIZE))).to(device))
                 cosines = F.cosine_similarity(images, network.captions(captions[batch]), dim=-1)
-            total += float((100 * cosines.clamp(min=0)).double().sum())
+            scores += (100 * cosines.clamp(min=0)).tolist()
         self._found = {"network": weights_hash(network), "images": len(pictures)}
-        return total / len(pictures)
+        return scores
 
     def about(self) -> dict[str, Any]:
         return {"model": self.name, **self._found}

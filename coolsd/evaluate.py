@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from coolsd import report, results
-from coolsd.checkpoint import write_json
+from coolsd.checkpoint import read_json, write_json
 from coolsd.cli import argument_parser
 from coolsd.decode import generate
 from coolsd.generate_images import (
@@ -37,10 +39,11 @@ from coolsd.generate_images import (
 from coolsd.heads.checkpoint import load_head
 from coolsd.journal import Journal
 from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
-from coolsd.metrics import Metric, ready
+from coolsd.metrics import ImageMetric, Metric, ready
 from coolsd.sampling import Sampling
 
 JOURNAL = "measured.jsonl"  # in the folder of a run: what it has measured, or its first process has
+RESULTS_BYTES = 1 << 30
 WARM_UP_ROUNDS = 12
 
 
@@ -141,14 +144,15 @@ def evaluate(
     if doubled := {name for name in names if names.count(name) > 1 or not name}:
         raise ValueError(f"method names must differ, also from 'ar' and from nothing: {', '.join(sorted(doubled))!r}")
     if baseline not in (None, "ar", *(method.name for method in methods)):
-        raise ValueError(f"no method named {baseline!r} for a baseline; choose one of ar, {', '.join(names[1:])}")
-    captions = find_captions(prompts, split, limit)
+        known = ", ".join(method.name for method in methods)
+        raise ValueError(f"no method named {baseline!r} for a baseline; choose one of ar, {known}")
+    captions = find_captions(prompts, split, limit, seed)
     rank, processes = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     if processes > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     model = load_image_target(target, device, dtype, compile)
     model.encode(captions, sampling.branches == 2)
-    contenders = list(load(model, methods, head, len(captions), sampling, compile))
+    contenders = list(load(model, methods, head, len(captions), sampling, compile, batch_size))
     wanted: list[Metric] = []
     if rank == 0:
         print(f"{len(captions)} prompts, {repeats} repeats, methods: {', '.join(c.name for c in contenders)}")
@@ -159,7 +163,6 @@ def evaluate(
         print(f"metrics of images: {', '.join(metric.column for metric in wanted) or 'none'}")
     if check:
         return None
-    (out / "images").mkdir(parents=True, exist_ok=True)
     about = {
         "environment": results.environment(model.device, model.dtype),
         "target": model.fingerprint,
@@ -179,11 +182,14 @@ def evaluate(
         "captions": captions,
         "methods": [[c.name, c.about, c.prompts] for c in contenders],
     }
+    if processes > 1:  # first of all: a process that ends with an error now ends the others, too
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))  # the slowest share may take long
     if (out / "results.json").exists() and not (out / JOURNAL).exists():
         raise ValueError(f"{out / 'results.json'} is of a run that cannot be continued; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
     journal = Journal(out / journal_name(rank), same)
-    if processes > 1:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))  # the slowest share may take long
+    (out / "images").mkdir(exist_ok=True)
+    before = read_json(out / "results.json", RESULTS_BYTES) if (out / "results.json").exists() else None
     work = list(turns(contenders, len(captions), repeats, batch_size))
 
     def collect(pieces: dict[str, Any]) -> None:
@@ -203,22 +209,22 @@ def evaluate(
             "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
             "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
         }
-        for row, contender in zip(found["rows"], contenders, strict=True):
-            made = [image for image in images[contender.name] if "file" in image]
-            pictures, words = [out / image["file"] for image in made], [captions[image["prompt"]] for image in made]
-            row.update({metric.column: metric.score(pictures, words, model.device) for metric in metrics})
-        if metrics:
-            found["metrics"] = {metric.column: metric.about() for metric in metrics}
+        keep_scores(found, before)
+        failures = [why for metric in metrics if (why := score(metric, found, out, model.device))]
         if baseline is not None:
             found["baseline"] = baseline
             base = next(row for row in found["rows"] if row["name"] == baseline)
             for row in found["rows"]:
-                others = None if row is base else results.paired(row["per_image"], base["per_image"])
+                others = (
+                    None if row is base else results.paired(row["per_image"], base["per_image"], [*found["metrics"]])
+                )
                 row["against_baseline"] = others
         write_json(out / "results.json", found)
         report.write(out, found)
         results.show(found)
         print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
+        if failures:
+            raise ValueError(f"all else is measured, but not {'; '.join(failures)}")
         return found
 
     try:
@@ -235,7 +241,13 @@ def evaluate(
     if rank > 0:
         return None
     others = [Journal(out / journal_name(other), same) for other in range(1, processes)]
-    collect({key: piece for of in (journal, *others) for key, piece in of.pieces.items()})
+    pieces = {key: piece for of in (journal, *others) for key, piece in of.pieces.items()}
+    if lost := [key for key, *_ in work if key not in pieces]:
+        raise ValueError(
+            f"{len(lost)} of {len(work)} batches are in no journal in {out}, {lost[0]!r} for one; all processes must "
+            "write into one folder of a disk that they share"
+        )
+    collect(pieces)
     found = write()  # a metric that fails costs no other number
     return write(wanted) if wanted else found
 
@@ -244,10 +256,61 @@ def journal_name(rank: int) -> str:
     return JOURNAL if rank == 0 else f"measured-{rank}.jsonl"
 
 
-def find_captions(prompts: list[str] | Path | None, split: str, limit: int | None) -> list[str]:
+def keep_scores(found: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """What metrics said of the same images when this run ended before stays until they are measured anew."""
+    found["metrics"] = {}
+    rows = {row["name"]: row for row in before["rows"]} if before else {}
+    if before and [rows.get(row["name"], {}).get("images") for row in found["rows"]] == [
+        row["images"] for row in found["rows"]
+    ]:
+        found["metrics"] = before.get("metrics", {})
+        for row in found["rows"]:
+            old = rows[row["name"]]
+            for column in found["metrics"]:
+                row[column] = old.get(column)
+                if column in old["per_image"]:
+                    row["per_image"][column] = old["per_image"][column]
+
+
+def score(metric: Metric, found: dict[str, Any], out: Path, device: torch.device) -> str | None:
+    """Fill a metric's column of all rows; a distance between sets is left out where a method has fewer images than
+    plain decoding. Returns why it failed, in one sentence, and then the column is null."""
+    made = []
+    for row in found["rows"]:
+        shown = zip(row["per_image"]["file"], row["per_image"]["prompt"], strict=True)
+        made.append([(out / file, found["captions"][prompt]) for file, prompt in shown if file is not None])
+    why = None
+    columns: list[tuple[float | None, list[float] | None]] = []
+    try:
+        for pairs in made:
+            pictures, words = [picture for picture, _ in pairs], [word for _, word in pairs]
+            each = metric.each(pictures, words, device) if isinstance(metric, ImageMetric) else None
+            value = statistics.fmean(each) if each else None
+            if each is None and len(pairs) == len(made[0]):
+                value = metric.score(pictures, words, device)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"the score is {value}")
+            columns.append((value, each))
+            if len(columns) == 1:
+                found["metrics"][metric.column] = metric.about()  # of plain decoding, which has all images
+    except Exception as error:  # of a library's network, of pictures, of captions: the other metrics go on
+        found["metrics"].pop(metric.column, None)
+        columns = [(None, None)] * len(made)
+        why = f"{metric.column}: {type(error).__name__} {error}".splitlines()[0]
+    for row, (value, each) in zip(found["rows"], columns, strict=True):
+        row[metric.column] = value
+        row["per_image"].pop(metric.column, None)
+        if each:
+            scores = iter(each)
+            files = row["per_image"]["file"]
+            row["per_image"][metric.column] = [None if file is None else next(scores) for file in files]
+    return why
+
+
+def find_captions(prompts: list[str] | Path | None, split: str, limit: int | None, seed: int) -> list[str]:
     """The prompts: a list, a file, or the held-out captions of the embedded emojis (which the repository holds)."""
     if isinstance(prompts, Path):
-        return read_prompts(prompts)[:limit]
+        return read_prompts(prompts, seed)[:limit]
     if prompts is not None:
         if not prompts:
             raise ValueError("prompts is an empty list; give captions, or leave it out for the emojis' held-out ones")
@@ -257,7 +320,7 @@ def find_captions(prompts: list[str] | Path | None, split: str, limit: int | Non
 
 
 def load(
-    model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling, compile: bool
+    model: Any, methods: Sequence[Method], head: str, prompts: int, sampling: Sampling, compile: bool, batch_size: int
 ) -> Iterator[Contender]:
     """Plain decoding, then the methods; each head is loaded once."""
     yield Contender("ar", None, None, {"rule": None, "drafter": None, "sampling": asdict(sampling)}, prompts, [])
@@ -268,6 +331,11 @@ def load(
     for method in methods:
         if method.first is not None and not 1 <= method.first <= prompts:
             raise ValueError(f"method {method.name}: first is {method.first}, but must be 1 to {prompts}, the prompts")
+        if (method.first or prompts) not in (prompts, *range(0, prompts, batch_size)):
+            raise ValueError(
+                f"method {method.name}: first is {method.first}, but latencies compare whole batches of {batch_size}; "
+                "give a multiple"
+            )
         folder = method.head or head
         settings = ("delta", "nu", "floor", "k", "bound", "resampling")
         rule = make_rule(method.rule, **{name: getattr(method, name) for name in settings})
@@ -299,7 +367,7 @@ def measure(
     model: Any, work: Sequence[Batch], captions: Sequence[str], sampling: Sampling, seed: int, batch_size: int,
     out: Path, journal: Journal, quiet: bool,
 ) -> None:  # fmt: skip
-    """Decode what the journal does not have. Beforehand each method starts on the first prompts, unmeasured, to warm
+    """Decode what the journal does not have. Beforehand each method starts on a batch of each size, unmeasured, to warm
     up."""
 
     def done(key: str) -> bool:
@@ -307,11 +375,10 @@ def measure(
         return key in journal.pieces and all((out / name).is_file() for name in pictures)
 
     left = [batch for batch in work if not done(batch[0])]
-    cold = {contender.name: contender for _, contender, *_ in left}
+    cold = {(c.name, min(batch_size, c.prompts - first)): c for _, c, _, _, first in left}
     with progress_bar("evaluate", len(work) + len(cold), "batches measured", quiet) as bar:
-        for contender in cold.values():
-            words = captions[: min(batch_size, contender.prompts)]
-            warm_up(model, words, contender.drafter, contender.rule, sampling)
+        for (_, size), contender in cold.items():
+            warm_up(model, captions[:size], contender.drafter, contender.rule, sampling)
             bar.update(bar.task_ids[0], advance=1)
         bar.update(bar.task_ids[0], advance=len(work) - len(left))
         for key, contender, _, repeat, first in left:
@@ -334,8 +401,7 @@ def warm_up(model: Any, captions: Sequence[str], drafter: Any, rule: Any, sampli
 
     with contextlib.suppress(_WarmedUp):
         generate(model, captions, drafter, rule, sampling, observer=stop)
-    if drafter is None:
-        model.decode_images(torch.zeros(len(captions), model.image_tokens, dtype=torch.long, device=model.device))
+    model.decode_images(torch.zeros(len(captions), model.image_tokens, dtype=torch.long, device=model.device))
 
 
 def decode(

@@ -177,18 +177,18 @@ def load_image_target(folder: str, device: str, dtype: str, compile: bool) -> An
     return target
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path, seed: int = 0) -> list[str]:
     """Captions of a UTF-8 file. Blank ones are ignored.
 
-    .json: MS-COCO's captions, one of each image, images and captions chosen at random but always in the same way. .tsv:
-    the column Prompt of a table, as PartiPrompts has it. Anything else: one a line.
+    .json: MS-COCO's captions, one of each image, images and captions in an order drawn by the seed. .tsv: the column
+    Prompt of a table, as PartiPrompts has it. Anything else: one a line.
     """
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     if path.suffix.lower() == ".json":
-        lines = _coco_captions(text, path)
+        lines = _coco_captions(text, path, seed)
     elif path.suffix.lower() == ".tsv":
         header, *rows = [line.split("\t") for line in text.split("\n")]
         header = [name.strip() for name in header]
@@ -202,7 +202,7 @@ def read_prompts(path: Path) -> list[str]:
     return captions
 
 
-def _coco_captions(text: str, path: Path) -> list[str]:
+def _coco_captions(text: str, path: Path, seed: int) -> list[str]:
     try:
         of_images: dict[int, list[str]] = {}
         for entry in json.loads(text)["annotations"]:
@@ -211,7 +211,7 @@ def _coco_captions(text: str, path: Path) -> list[str]:
             of_images.setdefault(int(entry["image_id"]), []).append(entry["caption"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is no caption file of MS-COCO: {type(error).__name__} {error}") from None
-    chance = random.Random(0)
+    chance = random.Random(seed)
     images = sorted(of_images)
     chance.shuffle(images)
     return [" ".join(chance.choice(of_images[image]).split()) for image in images]

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from coolsd.checkpoint import check_fits, fingerprint, load_strictly, read_json, read_tensors
-from coolsd.metrics import Metric
+from coolsd.metrics import ImageMetric
 
 MEAN, SD = 0.16717362830052426, 1.0333394966054072  # of the published network's own outputs on its authors' data
 PIECES = 35  # word pieces of a caption, at most
@@ -143,7 +143,7 @@ def from_published(tensors: Mapping[str, Tensor], source: Path) -> tuple[ImageRe
     return config, ours
 
 
-class ImageReward(Metric):
+class ImageReward(ImageMetric):
     """Mean reward of images and their captions; 0 is the mean and 1 the standard deviation of its authors' data."""
 
     column = "image_reward"
@@ -171,10 +171,11 @@ class ImageReward(Metric):
             )
         try:
             self._load()
-        except OSError as error:
-            why = str(error).splitlines()[0][:120]
+        except Exception as error:  # a download that broke off fails in many ways
+            why = f"{type(error).__name__} {error}".splitlines()[0][:120]
             return (
-                f"image_reward: {self.words} could not be loaded ({why}); download it with `hf download {self.words}`"
+                f"image_reward: {self.folder} or {self.words} could not be loaded ({why}); convert {FILE} again, or "
+                f"`hf download {self.words}`"
             )
         return None
 
@@ -190,14 +191,14 @@ class ImageReward(Metric):
             self._loaded = tokenizer, network.float().eval()
         return self._loaded
 
-    def score(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> float:
+    def each(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> list[float]:
         from transformers import CLIPImageProcessor
 
         tokenizer, network = self._load()
         network.to(device)
         side = network.config.image_size
         processor = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-        rewards = []
+        rewards: list[float] = []
         for first in range(0, len(pictures), self.batch_size):
             images = []
             for path in pictures[first : first + self.batch_size]:
@@ -208,9 +209,9 @@ class ImageReward(Metric):
             pixels = processor(images=images, return_tensors="pt")["pixel_values"]
             with torch.inference_mode():
                 arguments = (pixels, asked["input_ids"], asked["attention_mask"])
-                rewards.append(network(*(x.to(device) for x in arguments)).double().cpu())
+                rewards += network(*(x.to(device) for x in arguments)).flatten().tolist()
         self._found["images"] = len(pictures)
-        return float(torch.cat(rewards).mean())
+        return rewards
 
     def about(self) -> dict[str, Any]:
         return {"scale": "mean 0, sd 1 of its authors' data", "words": self.words, **self._found}

@@ -31,11 +31,13 @@ class Journal:
             self.pieces = dict(entries)
             differing = [name for name, value in settings.items() if begun.get(name) != value]
         except (ValueError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f"{path} is no record of finished images; choose another folder, or delete it") from None
+            raise ValueError(
+                f"{path} is no record of finished images; choose another folder, or delete this one"
+            ) from None
         if differing:
             raise ValueError(
-                f"{path} was begun with another {' and '.join(differing)}; choose another folder, or delete it to "
-                "measure anew"
+                f"{path} was begun with another {' and '.join(differing)}; choose another folder, or delete "
+                "this one to measure anew"
             )
         with path.open("r+b" if path.exists() else "wb") as file:
             file.truncate(sum(map(len, whole)))

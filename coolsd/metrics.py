@@ -12,6 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 PIXELS = 1 << 26  # of a real image, at most
 INCEPTION = "weights-inception-2015-12-05-6726825d.pth"  # torch-fidelity's, the one that FIDs are comparable under
+INCEPTION_BYTES = 80_000_000  # it has some more
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION}"
 
 
@@ -40,6 +42,17 @@ class Metric(ABC):
     @abstractmethod
     def about(self) -> dict[str, Any]:
         """Settings, and after `score` the hash of the network and what was counted, for results.json."""
+
+
+class ImageMetric(Metric):
+    """A number of each image, whose mean is that of the set: with an interval, and comparable image by image."""
+
+    @abstractmethod
+    def each(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> list[float]:
+        """One score a picture."""
+
+    def score(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> float:
+        return fmean(self.each(pictures, captions, device))
 
 
 def weights_hash(network: nn.Module) -> str:
@@ -119,8 +132,8 @@ class FID(Metric):
             return f"fid: {self.real} holds fewer than 2 images; point real at a folder of real ones"
         if self.feature is None and importlib.util.find_spec("torch_fidelity") is None:
             return "fid: torch-fidelity is not installed; pip install 'coolsd[eval]'"
-        if self.feature is None and not self.weights.is_file():
-            return f"fid: Inception's weights are not at {self.weights}; put {INCEPTION_URL} there"
+        if self.feature is None and not (self.weights.is_file() and self.weights.stat().st_size > INCEPTION_BYTES):
+            return f"fid: Inception's weights are not at {self.weights}, or not whole; put {INCEPTION_URL} there"
         return None
 
     def score(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> float:
@@ -157,7 +170,7 @@ class FID(Metric):
         return {"protocol": protocol, "feature": known, "real": str(self.real), **self._found}
 
 
-class ClipScore(Metric):
+class ClipScore(ImageMetric):
     """100 max(0, cosine of the image's and the caption's embedding), the mean of all images (arXiv 2104.08718).
 
     On transformers' CLIP and its own processor. Captions of more than CLIP's 77 tokens are cut, and counted.
@@ -181,8 +194,8 @@ class ClipScore(Metric):
     def missing(self) -> str | None:
         try:
             self._load()
-        except (OSError, ValueError) as error:
-            why = str(error).splitlines()[0][:120]
+        except Exception as error:  # a download that broke off fails in many ways
+            why = f"{type(error).__name__} {error}".splitlines()[0][:120]
             return f"clip_score: {self.model} could not be loaded ({why}); download it with `hf download {self.model}`"
         return None
 
@@ -193,11 +206,12 @@ class ClipScore(Metric):
             self._loaded = CLIPModel.from_pretrained(self.model).eval(), CLIPProcessor.from_pretrained(self.model)
         return self._loaded
 
-    def score(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> float:
+    def each(self, pictures: Sequence[Path], captions: Sequence[str], device: torch.device) -> list[float]:
         network, processor = self._load()
         network.to(device)
         longest = network.config.text_config.max_position_embeddings
-        total, cut = 0.0, 0
+        scores: list[float] = []
+        cut = 0
         for first in range(0, len(pictures), self.batch_size):
             images = []
             for path in pictures[first : first + self.batch_size]:
@@ -211,9 +225,9 @@ class ClipScore(Metric):
             with torch.inference_mode():
                 found = network(**inputs.to(device))
             cosines = torch.cosine_similarity(found.image_embeds.float(), found.text_embeds.float(), dim=-1)
-            total += float((100 * cosines.clamp(min=0)).double().sum())
+            scores += (100 * cosines.clamp(min=0)).tolist()
         self._found = {"network": weights_hash(network), "images": len(pictures), "captions_cut": cut}
-        return total / len(pictures)
+        return scores
 
     def about(self) -> dict[str, Any]:
         return {"model": self.model, "prefix": self.prefix, **self._found}

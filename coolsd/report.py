@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from coolsd.checkpoint import write_whole
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, is_mistake
+from coolsd.metrics import PIXELS
 from coolsd.results import agreement, cells, comparison, half, header, markdown, merge, relaxed, setting, show
 
 PROMPTS_SHOWN = 16
-DIALS = ("delta", "k", "bound")  # of a rule: what moves along its curve
+DIALS = ("delta", "k")  # of a rule: what moves along its curve
 PICTURE = 256  # pixels, at most; larger ones are shown smaller
 PARTS = {"prefill": "#9aa5b1", "draft": "#e8a33d", "target": "#3b6fb6", "verify": "#7a4fa3", "decode_images": "#5aa469"}
 
@@ -80,7 +81,8 @@ def about(run: dict[str, Any]) -> dict[str, str]:
     """How a run's numbers were made."""
     made = run["environment"]
     return {
-        "Command": made["command"],
+        "Command": made["command"]
+        + (f" ({processes} processes)" if (processes := run.get("processes", 1)) > 1 else ""),
         "Target": str(run["target"]),
         "Draft head": str(run["draft"]),
         "Machine": f"{made['cpu']}, {made['cores']} cores, {made['threads']} threads; {made['platform']}",
@@ -123,12 +125,18 @@ def grid(folder: Path, results: dict[str, Any]) -> str:
 
 
 def picture(folder: Path, name: str) -> bytes:
-    """A run's picture as PNG bytes without its metadata. Raises ValueError for a file outside the run's folder."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"results.json names the picture {name!r}, which lies outside {folder}")
-    with Image.open(path) as image:
-        small = image.convert("RGB")
+    """A run's picture as PNG bytes without its metadata. Raises ValueError for a file outside the run's folder, or one
+    that is no PNG of a size that we draw."""
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ValueError(f"results.json names the picture {name!r}, which lies outside {folder}")
+        with Image.open(path, formats=("PNG",)) as image:
+            if image.width * image.height > PIXELS:
+                raise ValueError(f"{path} has {image.width} x {image.height} pixels, more than {PIXELS}")
+            small = image.convert("RGB")
+    except (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as error:
+        raise ValueError(f"{folder / name} is no picture of a run: {error}") from None
     small.thumbnail((PICTURE, PICTURE))
     small.save(buffer := io.BytesIO(), "PNG")
     return buffer.getvalue()
@@ -151,17 +159,18 @@ def heat_map(results: dict[str, Any]) -> Any:
     rows = [row for row in results["rows"] if row["rule"] is not None and row.get("length_at_token")]
     if not rows:
         return None
-    count = 1 + len(rows[0]["length_at_token"])
-    side = math.isqrt(count)
-    shape = (side, side) if side * side == count else (1, count)
-    maps = [np.reshape([np.nan, *row["length_at_token"]], shape) for row in rows]
+    maps = []
+    for row in rows:
+        lengths = [np.nan, *row["length_at_token"]]
+        side = math.isqrt(len(lengths))
+        maps.append(np.reshape(lengths, (side, side) if side * side == len(lengths) else (1, -1)))
     across = min(4, len(rows))
     down = -(-len(rows) // across)
     figure = Figure(figsize=(2.6 * across + 1, 2.7 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).flatten()
     limits = {"vmin": min(np.nanmin(one) for one in maps), "vmax": max(np.nanmax(one) for one in maps)}
     for axis, row, one in zip(axes, rows, maps, strict=False):
-        image = axis.imshow(one, cmap="viridis", aspect="equal" if shape[0] > 1 else "auto", **limits)
+        image = axis.imshow(one, cmap="viridis", aspect="equal" if len(one) > 1 else "auto", **limits)
         axis.set_title(row["name"].replace("$", r"\$"), fontsize=9)
     for axis in axes:
         axis.set_axis_off()
@@ -175,9 +184,8 @@ def family(row: dict[str, Any]) -> str:
     rule = {key: value for key, value in row["rule"].items() if key not in ("name", "schedule", *DIALS)}
     words = [row["rule"]["name"], *(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
                                     for key, value in rule.items() if value is not None)]  # fmt: skip
-    drafter = row["drafter"]
-    shape = [str(drafter[key]) for key in ("shape", "init", "coupling") if drafter.get(key) is not None]
-    return f"{' '.join(words)}, {' '.join([str(drafter.get('name')), str(drafter.get('depth')), *shape])}"
+    drafter = [str(value) for value in row["drafter"].values() if value is not None]
+    return f"{' '.join(words)}, {' '.join(drafter)}"
 
 
 def tradeoff(results: dict[str, Any]) -> Any:
@@ -190,32 +198,37 @@ def tradeoff(results: dict[str, Any]) -> Any:
     panels = {"bias_per_token": "bias per token (bound)", "kl_per_token": "KL per token (bound, nats)"}
     panels |= {"nll_drift": "NLL drift (nats)"} | {key: key.replace("_", " ") for key in results.get("metrics", {})}
     panels = {key: title for key, title in panels.items() if any(row.get(key) for row in results["rows"])}
-    families: dict[str, list[dict[str, Any]]] = {}
+    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in results["rows"]:
         if row["rule"] is not None:
-            families.setdefault(family(row), []).append(row)
+            same = str([row["sampling"], row["images"], row.get("folder")])
+            families.setdefault((family(row), same), []).append(row)
     across = min(3, len(panels))
     down = -(-len(panels) // across)
     figure = Figure(figsize=(4.2 * across + 2, 3.9 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False, sharey=True).flatten()
     for axis, (key, title) in zip(axes, panels.items(), strict=False):
         for number, of in enumerate(families.values()):
-            found = [(row[key] if isinstance(row[key], dict) else {"mean": row[key]}, row["accepted_length"])
-                     for row in of if row.get(key) is not None]  # fmt: skip
+            found = []
+            for row in of:
+                infinite = key == "kl_per_token" and row["kl_infinite_fraction"]
+                if row.get(key) is not None and not infinite:
+                    value = row[key] if isinstance(row[key], dict) else {"mean": row[key]}
+                    found.append((value, row["accepted_length"]))
             found.sort(key=lambda pair: pair[1]["mean"])
             axis.errorbar(
                 [x["mean"] for x, _ in found], [y["mean"] for _, y in found],
                 xerr=[half(x) or 0 for x, _ in found], yerr=[half(y) or 0 for _, y in found],
                 color=f"C{number % 10}", marker="osD^v"[number // 10 % 5], ms=4, lw=1.2, elinewidth=0.8,
             )  # fmt: skip
-        axis.set_xlabel(title, fontsize=9)
+        axis.set_xlabel(title.replace("$", r"\$"), fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     for axis in axes[::across]:
         axis.set_ylabel("accepted length", fontsize=9)
-    labels = [name.replace("$", r"\$") for name in families]
+    labels = [name.replace("$", r"\$") for name, _ in families]
     figure.legend(axes[0].containers, labels, fontsize=8, frameon=False, loc="outside right upper")
     return figure
 
@@ -236,7 +249,7 @@ def chart(results: dict[str, Any]) -> Any:
             left = [0.0] * len(rows)
             for part, colour in PARTS.items():
                 width = [row["seconds"][part] for row in rows]
-                axis.barh(names, width, left=left, color=colour, label=part.replace("_", " "))
+                axis.barh(range(len(rows)), width, left=left, color=colour, label=part.replace("_", " "))
                 left = [a + b for a, b in zip(left, width, strict=True)]
             axis.bar_label(axis.containers[-1], [f" {row['speedup']:.2f}x" for row in rows], fontsize=8)
             axis.set_title("seconds per image, and speed-up", fontsize=10)
@@ -246,10 +259,11 @@ def chart(results: dict[str, Any]) -> Any:
         key, title = panel
         means = [(row.get(key) or {"mean": 0.0})["mean"] for row in rows]
         halves = [half(row.get(key) or {}) or 0.0 for row in rows]
-        bars = axis.barh(names, means, xerr=halves, color=colours, error_kw={"lw": 1, "ecolor": "#333"})
+        bars = axis.barh(range(len(rows)), means, xerr=halves, color=colours, error_kw={"lw": 1, "ecolor": "#333"})
         axis.bar_label(bars, [f" {mean:#.3g}" for mean in means], fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.12)
+    axes[0].set_yticks(range(len(rows)), names)
     axes[0].invert_yaxis()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -329,13 +343,18 @@ image quality. With few prompts, small differences between methods are chance; s
 def read(folder: Path) -> dict[str, Any]:
     """A run's results.json, each row with its folder. Raises ValueError where it is none of ours."""
     path = folder / "results.json"
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no number")
+
     try:
-        results = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        results = json.loads(path.read_text("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); make it with coolsd evaluate") from None
-    if not isinstance(results, dict) or results.get("schema") != 1:
-        raise ValueError(f"{path} is not of schema 1; make it with coolsd evaluate")
-    results.pop("runs", None)
+    if not isinstance(results, dict) or results.get("schema") != 1 or not results.get("rows"):
+        raise ValueError(f"{path} is not of schema 1, or has no rows; make it with coolsd evaluate")
+    for ours in ("runs", "apart"):
+        results.pop(ours, None)
     for row in results["rows"]:
         row["folder"] = folder
     return results
@@ -350,9 +369,17 @@ def main(args: list[str]) -> None:
     out: Path | None = options.out or (folders[0] if len(folders) == 1 else None)
     if out is None:
         raise ValueError(f"a report of {len(folders)} runs needs a folder of its own: add --out DIR")
-    runs = [(folder.resolve().name, read(folder)) for folder in folders]
-    results = merge(runs) if len(runs) > 1 else runs[0][1]
-    out.mkdir(parents=True, exist_ok=True)
-    write(out, results)
-    show(results)
+    names = [folder.resolve().name for folder in folders]
+    names = [name if names.count(name) == 1 else f"{name} {number + 1}" for number, name in enumerate(names)]
+    try:
+        runs = [(name, read(folder)) for name, folder in zip(names, folders, strict=True)]
+        results = merge(runs) if len(runs) > 1 else runs[0][1]
+        out.mkdir(parents=True, exist_ok=True)
+        write(out, results)
+        show(results)
+    except Exception as error:  # strangers' files break in more ways than can be listed
+        if is_mistake(error):
+            raise
+        found, why = ", ".join(str(folder / "results.json") for folder in folders), f"{type(error).__name__} {error}"
+        raise ValueError(f"{found}: not as coolsd evaluate writes it ({why.splitlines()[0]})") from error
     print(out / "report.html")

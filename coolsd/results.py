@@ -63,14 +63,21 @@ def row(
     per_image: dict[str, list[Any]] = {key: [image.get(key) for image in images] for key in listed}
     parts = list(images[0]["seconds"])
     of_plain = {image["row"]: image["latency_s"] for image in plain}
-    batches = [image for image in images if image["row"] == image["batch"]]  # images of one batch share one latency
-    speedup, interval = ratio([of_plain[image["row"]] for image in batches], [image["latency_s"] for image in batches])
+    batches: dict[int, list[float]] = {}  # images of one batch share one latency: [plain, own, images], summed
+    for image in images:
+        of = batches.setdefault(image["batch"], [0.0, 0.0, 0.0])
+        for index, value in enumerate((of_plain[image["row"]], image["latency_s"], 1.0)):
+            of[index] += value
+    speedup, interval = ratio([of[0] for of in batches.values()], [of[1] for of in batches.values()])
     infinite = per_image["kl_infinite"]
     summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in MEASURED}
-    summaries["latency_s"] = summary([image["latency_s"] for image in batches])
+    summaries["latency_s"] = summary([own / count for _, own, count in batches.values()], statistics.fmean(
+        image["latency_s"] for image in images
+    ))  # fmt: skip
     assert summaries["accepted_length"] is not None
     nll_of_plain = {image["row"]: image["nll_per_token"] for image in plain}
-    drift = [image["nll_per_token"] - nll_of_plain[image["row"]] for image in images]
+    nlls = [(image["nll_per_token"], nll_of_plain[image["row"]]) for image in images]
+    drift = [own - of for own, of in nlls if own is not None and of is not None]
     return {
         "name": name,
         **about,
@@ -105,12 +112,18 @@ def length_at_token(emitted: Sequence[Sequence[int]]) -> list[float]:
     return spread.mean(0).round(3).tolist()
 
 
-def summary(values: Sequence[float]) -> dict[str, Any] | None:
-    """{"mean", "std", "ci95": [low, high] of the mean by Student's t}; of one value only the mean, of none None."""
+def summary(values: Sequence[float], mean: float | None = None) -> dict[str, Any] | None:
+    """{"mean", "std", "ci95": [low, high] of the mean by Student's t}; of one value only the mean, of none None.
+
+    mean: a better one than the values', such as one that weighs batches by their images.
+    """
     count = len(values)
+    if not count:
+        return None
+    mean = statistics.fmean(values) if mean is None else mean
     if count < 2:
-        return {"mean": float(values[0]), "std": None, "ci95": None} if count else None
-    mean, std = statistics.fmean(values), statistics.stdev(values)
+        return {"mean": mean, "std": None, "ci95": None}
+    std = statistics.stdev(values)
     z, df = 1.959964, count - 1  # Student's 97.5% quantile from the normal one (Fisher and Cornish; 0.7% off at df 5)
     expanded = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
     quantile = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}.get(df, expanded)
@@ -129,13 +142,14 @@ def with_half(found: dict[str, Any], digits: int, sign: str = "") -> str:
     return f"{found['mean']:{sign}.{digits}f}" + ("" if own is None else f" ± {own:.{digits}f}")
 
 
-def paired(own: dict[str, list[Any]], baseline: dict[str, list[Any]]) -> dict[str, Any]:
+def paired(own: dict[str, list[Any]], baseline: dict[str, list[Any]], metrics: Sequence[str] = ()) -> dict[str, Any]:
     """{quantity: summary of the differences own - baseline of the same images, with Student's "t"}.
 
-    own, baseline: `per_image` of two rows. t is null where all differences are equal, or there is but one.
+    own, baseline: `per_image` of two rows. metrics: columns compared where they are scores of single images. t is null
+    where all differences are equal, or there is but one.
     """
     found: dict[str, Any] = {}
-    for key in COMPARED:
+    for key in (*COMPARED, *(name for name in metrics if name in own and name in baseline)):
         of_baseline = dict(zip(baseline["row"], baseline[key], strict=True))
         pairs = [(value, of_baseline.get(row)) for row, value in zip(own["row"], own[key], strict=True)]
         values = [value - other for value, other in pairs if value is not None and other is not None]
@@ -148,7 +162,7 @@ def paired(own: dict[str, list[Any]], baseline: dict[str, list[Any]]) -> dict[st
 
 
 def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float] | None]:
-    """Ratio of mean latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs; None of one pair."""
+    """Ratio of sums of latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs; None of one."""
     pairs = np.array([plain, own])
     if pairs.shape[1] < 2:
         return float(pairs[0, 0] / pairs[1, 0]), None
@@ -187,15 +201,16 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
 
 def comparison(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the differences to the baseline row; no cells without one."""
-    names = ("accepted length", "t", "NLL / token", "t")
+    rows = [row for row in results["rows"] if results.get("baseline") is not None and row.get("against_baseline")]
+    keys = list(dict.fromkeys(key for row in rows for key in row["against_baseline"]))
     table = []
-    for row in results["rows"]:
-        if results.get("baseline") is not None and row.get("against_baseline"):
-            cells = [row["name"]]
-            for key in COMPARED:
-                found = row["against_baseline"][key] or {"mean": math.nan, "t": None}
-                cells += [with_half(found, 3, "+"), "-" if found["t"] is None else f"{found['t']:.1f}"]
-            table.append(cells)
+    for row in rows:
+        cells = [row["name"]]
+        for key in keys:
+            found = row["against_baseline"].get(key) or {"mean": math.nan, "t": None}
+            cells += [with_half(found, 3, "+"), "-" if found["t"] is None else f"{found['t']:.1f}"]
+        table.append(cells)
+    names = [name for key in keys for name in (key.replace("_", " ").replace("nll per", "NLL /"), "t")]
     return [f"less {results.get('baseline')}, image by image", *names], table
 
 
@@ -209,9 +224,9 @@ def agreement(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for certificate in ("bias_per_token", "kl_per_token", "nll_drift"):
         cells = [certificate.replace("_", " ")]
         for name in measured:
-            pairs = [(_mean(row.get(certificate)), _mean(row.get(name))) for row in relaxed(results["rows"])]
+            pairs = [(_value(row, certificate), _value(row, name)) for row in relaxed(results["rows"])]
             both = torch.tensor([pair for pair in pairs if None not in pair], dtype=torch.float64)
-            known = len(both) >= 4 and name != certificate
+            known = len(both) >= 4 and name != certificate and all(len(of.unique()) > 1 for of in both.T)
             cells.append(f"{spearman_corrcoef(*both.T):.2f} ({len(both)})" if known else "-")
         table.append(cells)
     found = any(cell != "-" for cells in table for cell in cells[1:])
@@ -220,28 +235,47 @@ def agreement(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def relaxed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The methods that deviate from the target."""
-    return [row for row in rows if (_mean(row["bias_per_token"]) or 0) > 0]
+    return [row for row in rows if (_value(row, "bias_per_token") or 0) > 0]
 
 
-def _mean(value: Any) -> float | None:
+def _value(row: dict[str, Any], key: str) -> float | None:
+    """A row's mean of a quantity; infinite where it is so for any image."""
+    if key == "kl_per_token" and row["kl_infinite_fraction"]:
+        return math.inf
+    value = row.get(key)
     return value["mean"] if isinstance(value, dict) else value
 
 
 def merge(runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One table of several runs, each (name, results): rows whose names occur twice get their run's name, too. Captions
-    are shared by their words. "runs" keeps what each run says of itself."""
-    captions = list(dict.fromkeys(caption for _, run in runs for caption in run["captions"]))
-    place = {caption: index for index, caption in enumerate(captions)}
+    """One table of several runs, each (its own name, results): rows whose names occur twice get their run's name, too.
+    Captions are shared by their words. "runs" keeps what each run says of itself. A metric that was measured by other
+    networks, settings or numbers of images in one run than in another is left out, and named in "apart"."""
+    place: dict[tuple[str, int], int] = {}  # (caption, how often it stood before in its run) -> prompt of the table
     names = [row["name"] for _, run in runs for row in run["rows"]]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    metrics: dict[str, Any] = {}
+    apart: list[str] = []
     for name, run in runs:
+        words = run["captions"]
+        own = [place.setdefault((word, words[:index].count(word)), len(place)) for index, word in enumerate(words)]
         for row in run["rows"]:
-            prompts = [place[run["captions"][prompt]] for prompt in row["per_image"]["prompt"]]
-            own = row["name"] if names.count(row["name"]) == 1 else f"{row['name']} ({name})"
-            rows.append({**row, "name": own, "per_image": {**row["per_image"], "prompt": prompts}})
+            prompts = [own[prompt] for prompt in row["per_image"]["prompt"]]
+            title = row["name"] if names.count(row["name"]) == 1 else f"{row['name']} ({name})"
+            rows.append({**row, "name": title, "per_image": {**row["per_image"], "prompt": prompts}})
+        for column, about in run.get("metrics", {}).items():
+            if metrics.setdefault(column, about) != about:
+                apart.append(column)
+    captions = [word for word, _ in place]
     (_, first), *_ = runs
-    metrics = {column: about for _, run in runs for column, about in run.get("metrics", {}).items()}
-    merged = {"schema": 1, "rows": rows, "captions": captions, "prompts": len(captions), "metrics": metrics}
+    metrics = {column: about for column, about in metrics.items() if column not in apart}
+    merged = {
+        "schema": 1,
+        "apart": sorted(set(apart)),
+        "rows": rows,
+        "captions": captions,
+        "prompts": len(captions),
+        "metrics": metrics,
+    }
     if len({run.get("baseline") for _, run in runs}) == 1:
         merged["baseline"] = first.get("baseline")
     return {**merged, "minutes": sum(run["minutes"] for _, run in runs), "runs": [run for _, run in runs]}
@@ -265,7 +299,7 @@ def show(results: dict[str, Any]) -> None:
     shown = [[row[i] for i in places] for row in cells(results, intervals=False)]
     tables = [([names[i].replace(" ", "\n", 1) for i in places], shown), comparison(results)]
     for titles, rows in tables:
-        table = Table(*titles, box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(*map(rich.markup.escape, titles), box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*map(rich.markup.escape, row))
         if rows:
@@ -275,7 +309,8 @@ def show(results: dict[str, Any]) -> None:
 
 def setting(results: dict[str, Any]) -> str:
     """What the numbers hold for, as one sentence a run that differs."""
-    return "; ".join(dict.fromkeys(_setting(run) for run in results.get("runs", [results])))
+    apart = [f"left out, as measured in different ways: {', '.join(results['apart'])}"] if results.get("apart") else []
+    return "; ".join([*dict.fromkeys(_setting(run) for run in results.get("runs", [results])), *apart])
 
 
 def _setting(results: dict[str, Any]) -> str:

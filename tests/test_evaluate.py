@@ -111,6 +111,11 @@ def test_results_do_not_depend_on_the_batch_size(run, command, tmp_path):
         latency, batch = row["per_image"]["latency_s"], row["per_image"]["batch"]
         assert batch == [0, 0, 0, 3, 4, 4, 4, 7] and len(set(latency)) == 4
         assert math.isclose(row["latency_s"]["std"], statistics.stdev(dict(zip(batch, latency, strict=True)).values()))
+        assert math.isclose(
+            row["latency_s"]["mean"], statistics.fmean(latency)
+        )  # an image counts once, a batch does not
+        plain = batched["rows"][0]["per_image"]["latency_s"]
+        assert math.isclose(row["speedup"], statistics.fmean(plain) / statistics.fmean(latency))
 
 
 def test_ctrl_c_keeps_what_all_methods_have_decoded(run, command, tmp_path, monkeypatch):
@@ -213,6 +218,7 @@ def test_check_decodes_and_writes_nothing(command, tmp_path, monkeypatch):
         ("no rule named", ["--methods", "[{name: a, rule: warm}]"]),
         ("no drafter named", ["--methods", "[{name: a, drafter: tree}]"]),
         ("first is 9", ["--methods", "[{name: a, first: 9}]"]),
+        ("whole batches of 2", ["--methods", "[{name: a, first: 3}]", "--batch_size", "2"]),
         ("must be >= 1", ["--repeats", "0"]),
         ("empty list", ["--prompts", "[]"]),
         ("no checkpoint", ["--head", "nowhere"]),
@@ -322,7 +328,7 @@ class Fatal:
 '''
 
 
-def test_two_processes_one_of_them_killed_are_one(command, tmp_path, monkeypatch):
+def test_two_processes_one_of_them_killed_are_one(command, tmp_path, monkeypatch, capfd):
     """torchrun: the prompts are shared; SIGKILL amid the work, the same command again, and the results are those of
     one process that nobody disturbed, latencies aside."""
     (tmp_path / "fatal.py").write_text(FATAL)
@@ -357,5 +363,14 @@ methods:
             if name is not None:
                 with Image.open(tmp_path / "one" / name) as a, Image.open(tmp_path / "two" / name) as b:
                     assert a.tobytes() == b.tobytes()
+    (tmp_path / "two" / evaluate.journal_name(1)).rename(tmp_path / "elsewhere")  # on a disk of its own
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(evaluate.torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(evaluate.torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(evaluate.torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(evaluate.torch, "get_num_threads", lambda: 1)
+    assert cli.main([*words, str(tmp_path / "two")]) == 2
+    assert "12 of 24 batches are in no journal" in capfd.readouterr().err
+    (tmp_path / "elsewhere").rename(tmp_path / "two" / evaluate.journal_name(1))
     shares = [(tmp_path / "two" / evaluate.journal_name(rank)).read_bytes().count(b"\n") for rank in (0, 1)]
     assert shares == [1 + 3 * 4] * 2  # settings, and half of the 8 batches by each of 3 methods

@@ -1,6 +1,7 @@
 """Metrics of images against known answers, on networks made here; no weights are downloaded."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from coolsd import cli, metrics
-from coolsd.metrics import FID, ClipScore, squares, weights_hash
+from coolsd.metrics import FID, ClipScore, Metric, squares, weights_hash
 
 
 class Colour(nn.Module):
@@ -64,8 +65,11 @@ def test_what_is_missing_is_one_sentence(tmp_path, monkeypatch):
     assert "pip install 'coolsd[eval]'" in FID(tmp_path / "real").missing()
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
     said = FID(tmp_path / "real", weights=tmp_path / "inception.pth").missing()
-    assert f"are not at {tmp_path / 'inception.pth'}; put https://" in said and "\n" not in said
+    assert f"are not at {tmp_path / 'inception.pth'}, or not whole; put https://" in said and "\n" not in said
     (tmp_path / "inception.pth").touch()
+    assert "or not whole" in FID(tmp_path / "real", weights=tmp_path / "inception.pth").missing()
+    with (tmp_path / "inception.pth").open("wb") as file:
+        file.truncate(1 << 27)  # sparse
     assert FID(tmp_path / "real", weights=tmp_path / "inception.pth").missing() is None
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said = ClipScore(str(tmp_path / "no-model")).missing()
@@ -160,11 +164,67 @@ metrics:
         made = [tmp_path / "run" / file for file in row["per_image"]["file"]]
         assert len(made) == count
         fid = FID(tmp_path / "real", size=8, feature=Colour())
-        assert row["fid"] == pytest.approx(fid.score(made, [], torch.device("cpu")), rel=1e-5)
+        if count == 3:
+            assert row["fid"] == pytest.approx(fid.score(made, [], torch.device("cpu")), rel=1e-5)
+        else:
+            assert row["fid"] is None  # of fewer images: nothing to compare with the others
         words = [found["captions"][prompt] for prompt in row["per_image"]["prompt"]]
         assert row["clip_score"] == pytest.approx(ClipScore(str(clip)).score(made, words, torch.device("cpu")))
         assert row["image_reward"] is None
-    assert found["metrics"]["fid"]["feature"] == "Colour" and found["metrics"]["clip_score"]["images"] == 2
+        assert np.mean(row["per_image"]["clip_score"]) == pytest.approx(row["clip_score"])
+    assert found["metrics"]["fid"]["feature"] == "Colour" and found["metrics"]["clip_score"]["images"] == 3
     table = (tmp_path / "run" / "table.md").read_text().splitlines()
     assert table[0].endswith("| fid | clip score |") and table[2].endswith(f"| {found['rows'][0]['clip_score']:.2f} |")
     assert "clip score" in (tmp_path / "run" / "report.html").read_text()
+
+
+class Half(Metric):
+    """Of each image a half, or what `fault` says."""
+
+    column = "half"
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.column = f"half_{fault}" if fault else "half"
+
+    def missing(self):
+        return "half: gone for today" if self.fault == "missing" else None
+
+    def score(self, pictures, captions, device):
+        if self.fault == "breaks":
+            raise KeyError("weights")
+        return float("nan") if self.fault == "nan" else len(pictures) / 2
+
+    def about(self):
+        return {"fault": self.fault}
+
+
+def test_a_metric_that_fails_costs_no_other_and_what_was_measured_stays(saved_toy, tmp_path, capfd):
+    def run(*faults):
+        listed = [f"{{class_path: tests.test_metrics.Half, init_args: {{fault: '{fault}'}}}}" for fault in faults]
+        recipe = tmp_path / "evaluate.yaml"
+        recipe.write_text(f"methods: [{{name: 'a [/b]', rule: vanilla}}]\nmetrics: [{', '.join(listed)}]\n")
+        command = ["evaluate", "--config", str(recipe), "--target", str(saved_toy / "target"), "--baseline", "a [/b]"]
+        command += ["--head", str(saved_toy / "draft"), "--prompts", '["a b", "c"]', "--out", str(tmp_path / "run")]
+        return cli.main(command), json.loads((tmp_path / "run" / "results.json").read_text())
+
+    code, found = run("", "breaks", "nan")
+    assert code == 2 and [row["half"] for row in found["rows"]] == [1.0, 1.0]
+    assert list(found["metrics"]) == ["half"] and found["rows"][0]["half_nan"] is None
+    said = capfd.readouterr().err
+    assert "half_breaks: KeyError 'weights'; half_nan: ValueError the score is nan" in said
+    code, found = run("missing")  # a later run that lacks the network, or is stopped before it scores
+    assert (
+        code == 0
+        and [row["half"] for row in found["rows"]] == [1.0, 1.0]
+        and found["metrics"] == {"half": {"fault": ""}}
+    )
+
+
+def test_a_broken_download_is_one_sentence(clip, tmp_path):
+    for damage in (b"", b"x" * 100, (clip / "model.safetensors").read_bytes()[:-9]):
+        folder = tmp_path / str(len(damage))
+        shutil.copytree(clip, folder)
+        (folder / "model.safetensors").write_bytes(damage)
+        said = ClipScore(str(folder)).missing()
+        assert said.startswith("clip_score: ") and "\n" not in said and "hf download" in said

@@ -115,6 +115,12 @@ def test_ranks_of_certificates_and_measures_are_correlated(folder):
     assert table[0] == ["bias per token", "-1.00 (5)", "1.00 (5)"]
     assert table[1] == ["kl per token", "-", "-"]  # infinite everywhere
     assert table[2] == ["nll drift", "-", "-1.00 (5)"]
+    found = json.loads((folder / "results.json").read_text())
+    for row, infinite in zip(found["rows"], (0, 0, 0.2, 0, 0.7, 0.5), strict=True):
+        row |= {"kl_per_token": {"mean": row["fd_emoji"]}, "kl_infinite_fraction": infinite, "nll_drift": {"mean": 1}}
+    _, table = results.agreement(found)
+    # 1, 4, 2, 4, 4 against 1 .. 5: infinite for some images is infinite. Constant drift has no rank
+    assert table[1] == ["kl per token", "-", "0.67 (5)"]
     several(folder, 3)
     assert results.agreement(json.loads((folder / "results.json").read_text())) == (
         ["rank correlation", "nll drift", "fd emoji"], [],
@@ -165,3 +171,57 @@ def test_a_browser_shows_every_figure_and_complains_of_nothing(folder, tmp_path)
     assert shown.returncode == 0 and "CONSOLE" not in shown.stderr
     (title,) = re.findall("<title>(.*?)</title>", shown.stdout)
     assert title == "1" * (3 + 2 * 6)  # three figures; two prompts by plain and five methods
+
+
+def test_malformed_results_are_one_sentence(folder, capfd):
+    whole = json.loads((folder / "results.json").read_text())
+
+    def changed(**keys):
+        return json.dumps({**whole, **keys})
+
+    row = whole["rows"][0]
+    named = [{**row, "per_image": {**row["per_image"], "file": [name, name]}} for name in ("3.txt", "\0", "4.png")]
+    (folder / "3.txt").write_text("no picture")
+    Image.new("1", (1 << 14, (1 << 12) + 1)).save(folder / "4.png")
+    broken = [
+        '{"schema": 1}', changed(rows=[]), changed(rows=["a"]), changed(captions=None), "[" * 100_000,
+        changed(rows=[{**row, "name": 5}]), changed(rows=[{**row, "speedup": float("nan")}]),
+        changed(rows=[{**row, "per_image": {**row["per_image"], "file": [3, 3]}}]),
+        *(changed(rows=[one]) for one in named),
+    ]  # fmt: skip
+    for text in broken:
+        (folder / "results.json").write_text(text)
+        assert cli.main(["report", str(folder)]) == 2, text[:80]
+        said = capfd.readouterr().err.strip()
+        assert ("\n" not in said and "results.json" in said) or "3.txt" in said or "4.png" in said
+
+
+def test_a_picture_is_a_png_whatever_its_name_says(folder, capfd):
+    """Pillow would hand a file in PostScript to Ghostscript, in a stranger's folder, too."""
+    (folder / "images" / "0.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EOF\n")
+    assert cli.main(["report", str(folder)]) == 2 and "is no picture" in capfd.readouterr().err
+
+
+def test_runs_of_one_name_and_of_other_grids_are_merged(folder, tmp_path):
+    for parent, calls in (("x", [2] * 4), ("y", [2] * 8)):
+        shutil.copytree(folder / "images", tmp_path / parent / "run" / "images")
+        found = json.loads((folder / "results.json").read_text())
+        found["metrics"] = {"fd_emoji": {"images": len(calls)}, "clip_emoji": {"network": "n"}}
+        for row in found["rows"]:
+            row |= {"length_at_token": results.length_at_token([calls]), "fd_emoji": 1.0, "clip_emoji": 2.0}
+        (tmp_path / parent / "run" / "results.json").write_text(json.dumps(found))
+    runs = [str(tmp_path / parent / "run") for parent in "xy"]
+    assert cli.main(["report", *runs, "--out", str(tmp_path / "out")]) == 0
+    table = (tmp_path / "out" / "table.md").read_text("utf-8")
+    assert "| ar (run 1) |" in table and "| ar (run 2) |" in table
+    assert "clip emoji |" in table and "fd emoji |" not in table
+    assert "left out, as measured in different ways: fd_emoji" in table
+
+
+def test_heads_samplings_and_trees_have_curves_of_their_own():
+    rule = {"name": "lantern++", "k": 3, "bound": 2.0, "resampling": "own", "schedule": [1.0]}
+    row = {"rule": rule, "drafter": {"name": "chain", "depth": 5, "nodes": 6, "head": "a@1"}}
+    assert report.family(row) == report.family({**row, "rule": {**rule, "k": 30}})
+    for other in ({"rule": {**rule, "bound": 3.0}}, {"drafter": {**row["drafter"], "head": "b@2"}},
+                  {"drafter": {**row["drafter"], "nodes": 26}}):  # fmt: skip
+        assert report.family(row) != report.family({**row, **other})

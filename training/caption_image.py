@@ -56,8 +56,9 @@ class CaptionImageTraining(L.LightningModule):
         nearest = (F.normalize(images, dim=-1) @ F.normalize(captions, dim=-1).mT).argmax(-1)
         right = (nearest == torch.arange(len(nearest), device=nearest.device)).float().mean()
         name = f"right_caption/{HELD_OUT[dataloader_idx]}"
-        self.log(name, right, add_dataloader_idx=False, prog_bar=True, batch_size=len(nearest))
+        self.log(name, right, add_dataloader_idx=False, prog_bar=True, batch_size=len(nearest), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
+        folder = self.trainer.log_dir or self.trainer.default_root_dir  # log_dir asks all processes
         if self.trainer.state.fn == "fit" and self.trainer.is_global_zero and not self.trainer.sanity_checking:
-            self.network.save(Path(self.trainer.log_dir or self.trainer.default_root_dir) / "export")
+            self.network.save(Path(folder) / "export")
