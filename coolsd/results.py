@@ -42,9 +42,10 @@ def record(result: DecodeResult, index: int) -> dict[str, Any]:
     def number(values: torch.Tensor | None) -> float | None:
         return None if values is None or not bool(values[index].isfinite()) else float(values[index])
 
-    kl = result.kl_per_token
+    kl, unforced = result.kl_per_token, result.accepted_length_unforced
     return {
         "accepted_length": number(result.accepted_length),
+        **({} if unforced is None else {"accepted_length_unforced": number(unforced)}),
         "target_calls": int(result.target_calls[index]),
         "emitted": result.emitted[index][: int(result.target_calls[index])].tolist(),
         "bias_per_token": number(result.bias_per_token),
@@ -66,7 +67,8 @@ def row(
     batches = [image for image in images if image["row"] == image["batch"]]  # images of one batch share one latency
     speedup, interval = ratio([of_plain[image["row"]] for image in batches], [image["latency_s"] for image in batches])
     infinite = per_image["kl_infinite"]
-    summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in MEASURED}
+    measured = [*MEASURED, *(key for key in ("accepted_length_unforced",) if key in per_image)]  # where a layout forces
+    summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in measured}
     summaries["latency_s"] = summary([image["latency_s"] for image in batches])
     assert summaries["accepted_length"] is not None
     return {

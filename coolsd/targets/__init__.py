@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from coolsd.checkpoint import find_folder, fingerprint, read_json, read_tensors
+from coolsd.checkpoint import find_folder, fingerprint, read_json
 from coolsd.transformer import bfloat16_on_cpu, freeze
 
-ARCHITECTURES = {"llamagen": "coolsd.targets.llamagen:LlamaGen"}
+ARCHITECTURES = {
+    "llamagen": "coolsd.targets.llamagen:LlamaGen",
+    "chameleon": "coolsd.targets.chameleon:Chameleon",
+}
 
 
 def pick_device(device: str = "auto") -> torch.device:
@@ -62,6 +65,16 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def find_class(config: dict[str, Any], path: Path) -> Any:
+    """The target's class by its config.json, at `path`. Raises ValueError where it is of no known architecture."""
+    name = config.get("architecture")
+    if name not in ARCHITECTURES:
+        published = "; a published model becomes a target by coolsd convert" if "model_type" in config else ""
+        raise ValueError(f"{path} has architecture {name!r}; known: {', '.join(ARCHITECTURES)}{published}")
+    module, _, attribute = ARCHITECTURES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def load_target(
     folder: str | Path,
     device: str = "auto",
@@ -76,12 +89,9 @@ def load_target(
     """
     path = find_folder(folder)
     config = read_json(path / "config.json")
-    name = config.get("architecture")
-    if name not in ARCHITECTURES:
-        raise ValueError(f"{path}/config.json has architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
-    module, _, attribute = ARCHITECTURES[name].partition(":")
+    kind = find_class(config, path / "config.json")
     made = fingerprint(path, verify)
-    target = getattr(import_module(module), attribute).load(path, config, read_tensors(path))
+    target = kind.load(path, config)
     target.fingerprint = f"{path.resolve().name}@{made}"
     place = pick_device(device)
     target = target.to(place, pick_dtype(dtype, place)).eval().requires_grad_(False)
