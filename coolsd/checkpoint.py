@@ -1,7 +1,7 @@
 """Checkpoint folders: config.json + model.safetensors + fingerprint.json. The same for targets, tokenizers and heads.
 
-Knows files; knows no model. Reads what strangers wrote: JSON and safetensors only, names and shapes checked. A folder of
-Hugging Face's keeps its shards as they are (`Shards`).
+Knows files; knows no model. Reads what strangers wrote: JSON and safetensors only, names and shapes checked. A
+Hugging Face folder keeps its shards as they are (`Shards`).
 """
 
 from __future__ import annotations

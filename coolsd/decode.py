@@ -112,9 +112,9 @@ def generate(
 
     Returns tokens long [B, T]; images uint8 [B, 3, h, w] or None; accepted_length float32 [B] = (T - 1) / target calls
     after the prefill, and accepted_length_unforced, the same without the tokens that the target's layout forces
-    (None where it has none); target_calls long [B]; emitted long [B, rounds], tokens committed per call; bias_per_token,
-    kl_per_token (None for trees that relax) and nll_per_token float32 [B], the last in nats under the guided, tempered
-    distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
+    (None where it has none); target_calls long [B]; emitted long [B, rounds], tokens committed per call;
+    bias_per_token, kl_per_token (None for trees that relax) and nll_per_token float32 [B], the last in nats under the
+    guided, tempered distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
     """
     sampling = sampling or Sampling()
     if drafter is None:

@@ -84,7 +84,7 @@ class DraftTree:
     (I = 1 + the last node that has children; without replacement among siblings).
     chosen: the children are the draft's top tokens instead of samples; draft_probs is not read, its V aside. present:
     bool [B, N] or None (= all); an absent node is never tested, and behind an absent sibling all later ones are absent.
-    forced: long [B, L], the token that the layout forces at each depth, or -1; None = no layout. `generate` fills it in.
+    forced: long [B, L], the token that the layout forces at each depth, or -1; None = no layout. `generate` adds it.
     A chain is the tree with parent (-1, 0, 1, ...).
     """
 

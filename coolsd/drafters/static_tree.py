@@ -130,9 +130,8 @@ class StaticTree(HeadDrafter):
         for depth, level in enumerate(self.levels):
             if depth:
                 part, at = slice(level.first - 1, level.last - 1), slice(depth - 1, depth)
-                read = range(level.first, level.last)
-                if self.lag:
-                    read = [self.parent[node] for node in read]
+                own = range(level.first, level.last)
+                read = [self.parent[node] for node in own] if self.lag else own
                 pair = torch.cat([tokens[node] for node in read], 1).repeat_interleave(self.branches, 0)
                 if level.above != list(range(hidden.shape[1])):
                     hidden = torch.cat([hidden[:, place : place + 1] for place in level.above], 1)

@@ -1,8 +1,8 @@
 """Chameleon's VQGAN image tokenizer (taming-transformers' architecture).  Knows pixels and codes; knows no vocabulary.
 
-Module names equal those of Meta's vqgan.ckpt, and of `model.vqmodel.` in a Hugging Face repository, so published weights
-load strictly. Pixels are x / 127.5 - 1, and truncated on the way back, as in Meta's code; cutting an image to size is the
-dataset's matter.
+Module names equal those of Meta's vqgan.ckpt, and of `model.vqmodel.` in a Hugging Face folder, so published weights
+load strictly. Pixels are x / 255 * 2 - 1, and truncated on the way back, as in Meta's code, not as in transformers'
+processor; cutting an image to size is the dataset's matter.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class VQGANConfig:
 
 
 class Level(nn.Module):
-    """Residual blocks at one resolution, each followed by attention where the level attends, then another resolution."""
+    """Residual blocks at one resolution, each followed by attention where the level attends, then `change` of it."""
 
-    def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, change: nn.Module | None, name: str) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, blocks: int, attention: bool, change: nn.Module | None, name: str
+    ) -> None:
         super().__init__()
         widths = [inputs] + [outputs] * (blocks - 1)
         self.block = nn.ModuleList(ResBlock(width, outputs, GROUPS) for width in widths)

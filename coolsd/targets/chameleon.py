@@ -65,7 +65,7 @@ class ChameleonConfig:
                 f"image_size is {list(self.image_size)}, but must be [width, height], multiples of {unit} pixels"
             )
         if max(self.image_size) > 4 * min(self.image_size) or max(self.image_size) > 2048:
-            raise ValueError(f"image_size is {list(self.image_size)}, but sides are at most 2048 pixels, at most 4 to 1")
+            raise ValueError(f"image_size is {list(self.image_size)}, but sides are at most 2048 pixels and 4 to 1")
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -201,8 +201,8 @@ class Chameleon(nn.Module):
                 )
             prompts.append([ids, none] if guidance else [ids])
         padded = [[[-1] * (slots - len(ids)) + ids for ids in branches] for branches in prompts]
-        ids = torch.tensor(padded, device=self.device)
-        return Prompt(tuple(captions), ids >= 0, {"ids": ids.clamp(min=0)})
+        inputs = torch.tensor(padded, device=self.device)
+        return Prompt(tuple(captions), inputs >= 0, {"ids": inputs.clamp(min=0)})
 
     def _output(
         self, x: Tensor, position: Tensor, mask: Tensor, branches: int, place: Tensor, logits_from: int = 0,
@@ -304,7 +304,7 @@ class Chameleon(nn.Module):
         own = ChameleonConfig.from_json(config)
         if own.last_id >= own.vocabulary:
             raise ValueError(
-                f"{folder}: a vocabulary of {own.vocabulary} ids has no place for the {own.layout} layout of {own.codes} "
+                f"{folder}: a vocabulary of {own.vocabulary} ids has no place for layout {own.layout} of {own.codes} "
                 f"codes, which needs ids up to {own.last_id}; this is no Chameleon checkpoint"
             )
         tokenizer = read_tokenizer(folder / "tokenizer.json", own)
@@ -381,6 +381,7 @@ def decoder_layer(read: Read, theirs: str, name: str, shape: TransformerConfig) 
         return interleave(each.flatten(), heads).view_as(each)
 
     queries, keys = ("q", shape.heads), ("k", shape.key_heads)
+    gate, up = (read(f"{theirs}.mlp.{kind}_proj.weight") for kind in ("gate", "up"))
     values = read(f"{theirs}.self_attn.v_proj.weight")
     return {
         f"{name}.attention.qkv.weight": torch.cat([turned(*queries), turned(*keys), values]),
@@ -389,7 +390,7 @@ def decoder_layer(read: Read, theirs: str, name: str, shape: TransformerConfig) 
             for part in ("weight", "bias")
         },
         f"{name}.attention.output.weight": read(f"{theirs}.self_attn.o_proj.weight"),
-        f"{name}.feed_forward.gate_up.weight": torch.cat([read(f"{theirs}.mlp.{w}_proj.weight") for w in ("gate", "up")]),
+        f"{name}.feed_forward.gate_up.weight": torch.cat([gate, up]),
         f"{name}.feed_forward.down.weight": read(f"{theirs}.mlp.down_proj.weight"),
         f"{name}.attention_norm.weight": read(f"{theirs}.input_layernorm.weight"),
         f"{name}.feed_forward_norm.weight": read(f"{theirs}.post_attention_layernorm.weight"),
