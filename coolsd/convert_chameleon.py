@@ -52,8 +52,8 @@ def from_chameleon_drafter(
     tensors: dict[str, Tensor], config: dict[str, Any], source: Path, folder: Path | None, pairing: Pairing
 ) -> Converted:
     """LANTERN's head for Lumina-mGPT or Anole: it knows captions by their tokens, and normalises the first layer's
-    input, queries and keys. What its files leave open, the size of images and the pairing it was trained with, its target
-    tells: with the right pairing the head's drafts agree more with it.
+    input, queries and keys. What its files leave open its target tells: the size of images, and the pairing it was
+    trained with, for with that one its drafts agree more with the target.
     """
     if folder is None:
         raise ValueError(f"{source} drafts for a Chameleon; give --target, that model's converted folder")
