@@ -159,8 +159,8 @@ class Shards:
         return self.files[name]
 
     def read(self, name: str) -> Tensor:
-        """A tensor, in memory of its own."""
-        return self._open(self._file(name), lambda file: file.get_tensor(name).clone())
+        """A tensor; its numbers stay in the mapped file, page by page as they are needed."""
+        return self._open(self._file(name), lambda file: file.get_tensor(name))
 
     def shape(self, name: str) -> Tensor:
         """The same on the meta device: its shape and dtype, its numbers not read."""

@@ -54,12 +54,12 @@ def words(codes):
 @functools.lru_cache(maxsize=32)
 def _pair(layout="lumina", image_size=(32, 32), codes=3, size=16, sharpness=1.5, seed=0):
     shape = TransformerConfig(size, 1, 2, 24, qk_norm=True)
-    config = ChameleonConfig(shape, layout, image_size, codes, codes + SPECIAL, prompt_slots=36)
+    config = ChameleonConfig(shape, layout, image_size, codes, codes + SPECIAL, prompt_slots=22)
     generator = torch.Generator().manual_seed(seed)
     target = Chameleon(config, words(codes))
     ends = target.ends()
     draft = EagleConfig(
-        TransformerConfig(size, 1, 2, 24), target.codebook_size, 36, target.image_tokens, target="unsaved"
+        TransformerConfig(size, 1, 2, 24), target.codebook_size, 22, target.image_tokens, target="unsaved"
     )
     head = EagleHead(draft, ends["embedding"], ends["lm_head"], ends["rope"])
     with torch.no_grad():
@@ -196,13 +196,13 @@ def test_lanterns_cached_levels_are_the_same(golden_drafter, prepared):
 # -------------------------------------------------------------------------------- transformers' own modules
 
 
-def published(folder, shards=None, codes=5, change=None, **settings):
+def published(folder, shards=None, codes=5, change=None, special=SPECIAL, **settings):
     """A tiny random Chameleon of transformers, written as its shards and index; qk-norms per head or per `shards`."""
     names = {f"IMGIMG{'ABCDEFGHIJ'[code]}Z": code + 4 for code in range(codes)} | {"<image>": codes + 519}
     pixels = {"num_embeddings": codes, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "resolution": 16,
               "channel_multiplier": [1, 1], "num_res_blocks": 1}  # fmt: skip
     config = TheirConfig(
-        vocab_size=codes + SPECIAL, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=codes + special, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, vocabulary_map=names, vq_config=pixels, **settings,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -266,23 +266,23 @@ def test_cached_steps_and_trees_equal_the_teacher_forced_pass(rng):
     tokens = torch.randint(5, (4, target.image_tokens), generator=rng)
     forced = target.forced(prompt, tokens)
     output, cache = target.prefill(prompt, 7)
-    torch.testing.assert_close(output.hidden_states, forced.hidden_states[:, :, :36], rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.hidden_states, forced.hidden_states[:, :, :22], rtol=0, atol=1e-5)
     torch.testing.assert_close(output.logits[:, :, 0], forced.logits[:, :, 0], rtol=0, atol=1e-4)
     start, none = 0, torch.empty(4, 0, 6)
     for count in (1, 4, 1):
         output = target.score(DraftTree(tokens[:, start : start + count], chain(count - 1), none), prompt, cache)
-        behind = slice(36 + start, 36 + start + count)
+        behind = slice(22 + start, 22 + start + count)
         torch.testing.assert_close(output.hidden_states, forced.hidden_states[:, :, behind], rtol=0, atol=1e-5)
         wanted = forced.logits[:, :, start + 1 : start + count + 1]
         torch.testing.assert_close(output.logits, wanted, rtol=0, atol=1e-4)
         start += count
-        rows = torch.tensor([count, count, count, count - (count == 4)]).repeat_interleave(2)  # one row falls back
-        cache.keep(None, rows, 36 + start)
+        cache.keep(None, torch.full_like(cache.length, count), 22 + start)
+    cache.length[6:] -= 1  # one row falls back
     parent = (-1, 0, 0, 1, 1, 2, 4)
     tree = DraftTree(torch.randint(5, (4, 7), generator=rng), parent, none)
     output = target.score(tree, prompt, cache)
     for row, held in enumerate((6, 6, 6, 5)):
-        before = tokens[row, :held] if held == 6 else torch.cat([tokens[row, :4], tokens[row, 5:6]])
+        before = tokens[row, :held]
         alone = target.encode(CAPTIONS[row : row + 1], guidance=True)
         for node in range(7):
             path = ancestors(parent, torch.device("cpu"))[node].nonzero().flatten()
@@ -294,9 +294,9 @@ def test_cached_steps_and_trees_equal_the_teacher_forced_pass(rng):
 def test_the_unconditional_branch_counts_its_own_positions():
     lumina, anole = _pair()[0], _pair("anole")[0]
     ids = lumina.encode(["a b", "a"], guidance=True)
-    assert ids.inputs["ids"][0, 1, -3:].tolist() == [8, 615, 615] and ids.mask[:, 1].sum(-1).tolist() == [3, 3]
+    assert ids.inputs["ids"][0, 1, -3:].tolist() == [8, 616, 616] and ids.mask[:, 1].sum(-1).tolist() == [3, 3]
     assert ids.mask[0, 0].sum() == ids.mask[1, 0].sum() + 1
-    assert ids.inputs["ids"][0, 0, -6:].tolist() == [13, 14, 521, 8, 615, 615]
+    assert ids.inputs["ids"][0, 0, -6:].tolist() == [13, 14, 521, 8, 616, 616]
     assert anole.encode(["a"], True).inputs["ids"][0, 0, -4:].tolist() == [0, 13, 521, 8]
     assert anole.encode(["a"], True).inputs["ids"][0, 1, -2:].tolist() == [0, 8]
     # what looks like a special token in a caption is text
@@ -347,16 +347,14 @@ def obeys(ids, width, height, codes):
 SIZES = [(32 * a, 32 * b) for a in range(1, 5) for b in range(1, 5)] + [(160, 64), (64, 160), (192, 64), (96, 192)]
 
 
-@pytest.mark.parametrize("width,height", SIZES)
+@pytest.mark.parametrize(("width", "height"), SIZES)
 def test_every_sequence_obeys_the_grammar(width, height):
     target, head = _pair(image_size=(width, height), codes=4)
     drafter = [Chain(head, 5), StaticTree(head, BRANCHY), DynamicTree(head, 9, 3, 2), Jacobi(6)][
         (width + height) // 32 % 4
     ]
     for arguments in ((), (drafter, CoolSD(1.3))):
-        result = decode(target, ["a b", "c"], *arguments, Sampling(guidance=2.0, top_k=3)) if arguments else decode(
-            target, ["a b", "c"], sampling=Sampling(guidance=2.0)
-        )  # fmt: skip
+        result = decode(target, ["a b", "c"], *arguments, sampling=Sampling(guidance=2.0, top_k=3))
         for row in target.image_ids(result.tokens).tolist():
             obeys(row, width, height, 4)
 
@@ -367,7 +365,7 @@ def test_every_sequence_obeys_the_grammar(width, height):
 @pytest.mark.parametrize("rule", [Uniform(0.05), CoolSD(1.1), Vanilla()], ids=str)
 def test_forced_tokens_never_count_as_rejections(sampling, rule):
     target, head = _pair(image_size=(64, 64), codes=4)
-    line_ends, passed = 0, 0
+    passed = 0
     for drafter in (
         Chain(head, 6),
         StaticTree(head, BRANCHY),
@@ -385,15 +383,15 @@ def test_forced_tokens_never_count_as_rejections(sampling, rule):
                 if not seen.active[row] or count[row] == target.image_tokens:
                     continue
                 forced = seen.tree.forced[row]
-                if accepted[row] < drafter.depth:  # the test at this depth failed: its token was drawn anew
+                parent = torch.as_tensor(seen.tree.parent).expand(4, -1)[row]
+                if (parent == seen.verification.path[row, accepted[row]]).any():  # else there was none to refuse
                     assert forced[accepted[row]] < 0
-                line_ends += int((forced[: accepted[row] + 1] >= 0).sum())
                 passed += int((forced[: accepted[row]] >= 0).sum())
-        total, free, calls = 72, 64, result.target_calls.float()
+        total, free, calls = 20, 16, result.target_calls.float()
         torch.testing.assert_close(result.accepted_length, (total - 1) / calls)
         torch.testing.assert_close(result.accepted_length_unforced, (free - 1) / calls)
         assert bool((result.accepted_length_unforced < result.accepted_length).all())
-    assert line_ends == passed > 20
+    assert passed > 20
 
 
 def test_a_target_without_a_layout_reports_one_accepted_length(toy):
@@ -450,16 +448,16 @@ def law_and_counts(target, sampling, images, *arguments):
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "jacobi"])
 def test_constraints_and_guidance_are_lossless(p_value, liar, kind):
-    target, head = _pair()
+    target, head = _pair(sharpness=1.0)
     drafter = {"chain": Chain(head, 3), "tree": StaticTree(head, BRANCHY), "jacobi": Jacobi(4)}[kind]
     sampling = Sampling(guidance=2.0)
-    law, counts, result = law_and_counts(target, sampling, 12_000, drafter, Vanilla())
+    law, counts, result = law_and_counts(target, sampling, 6_000, drafter, Vanilla())
     assert abs(float(law.sum()) - 1) < 1e-5 and float(law.max()) < 0.5
     assert p_value(counts, law) > 1e-3
     assert not result.bias_per_token.any() and float(result.accepted_length.mean()) > 1.5
     if kind == "chain":  # negative controls: a wrong q, a relaxed rule
         for arguments in ((liar(drafter, 0.3), Vanilla()), (drafter, Uniform(2.0))):
-            assert p_value(law_and_counts(target, sampling, 12_000, *arguments)[1], law) < 1e-6
+            assert p_value(law_and_counts(target, sampling, 3_000, *arguments)[1], law) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------ pixels and files
@@ -526,19 +524,20 @@ def test_a_head_trains_on_this_family_by_the_same_commands(converted, tmp_path):
 
 
 MEASURE = """
-import sys, resource, coolsd
-import torch
-import coolsd.targets.chameleon
-before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+import re, sys, coolsd, torch
+from coolsd.targets.chameleon import Chameleon, ChameleonConfig, TransformerConfig
+with torch.device("meta"):  # what torch imports for it, whatever the size
+    Chameleon(ChameleonConfig(TransformerConfig(8, 1, 1, 8, qk_norm=True), "anole", (32, 32)), None)
+now = lambda name: 1024 * int(re.search(name + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1])
+before = now("VmRSS")
 target = coolsd.load_target(sys.argv[1], "cpu", "bfloat16")
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(peak - before, sum(p.nbytes for p in target.parameters()))
+print(now("VmHWM") - before, sum(p.nbytes for p in target.parameters()))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
-    folder, size, wide, layers, vocabulary = tmp_path / "theirs", 768, 2048, 24, 9000
+    folder, size, wide, layers, vocabulary = tmp_path / "theirs", 768, 2048, 15, 9000
     folder.mkdir()
     layer = {f"self_attn.{name}_proj.weight": (size, size) for name in "qkvo"}
     layer |= {f"self_attn.{name}_norm.{part}": (1, 64) for name in "qk" for part in ("weight", "bias")}
@@ -567,13 +566,13 @@ def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
     ).stdout
     taken, held = map(int, shown.split())
     print(f"checkpoint {total / 1e6:.0f} MB, weights {held / 1e6:.0f} MB, most memory {taken / 1e6:.0f} MB")
-    assert total > 3e8 and taken <= 1.15 * total
+    assert total > 2e8 and taken <= 1.15 * total
 
 
 # ------------------------------------------------------------------------------------------------------- pairings
 
 
-def trained(target, pairing, steps=150):
+def trained(target, pairing, steps=80):
     """A head that reads the caption, trained for a moment on the target's own images with one pairing."""
     captions = [" ".join("abc"[(i >> k) % 3] for k in range(1 + i % 3)) for i in range(48)]
     tokens = decode(target, captions, seed=1).tokens
@@ -647,14 +646,14 @@ def test_the_pairing_of_a_published_head_is_detected_and_decoded_with():
         ("shape", "has shape"),
         ("norms", "must be one row per head or per shard"),
         ("rope", "scales its rotary positions"),
-        ("small", "has no place for layout lumina"),
+        ("small", "which needs ids up to"),
     ],
 )
 def test_a_folder_that_is_none_is_one_sentence(tmp_path, capfd, kind, said):
     folder = tmp_path / "theirs"
     change = {"other": {"model_type": "llama"}, "swin": {"swin_norm": True}, "shape": {"intermediate_size": 48},
-              "rope": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "small": {"vocab_size": 300}}  # fmt: skip
-    published(folder, change=change.get(kind))
+              "rope": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "small": {}}  # fmt: skip
+    published(folder, change=change.get(kind), special=300 if kind == "small" else SPECIAL)
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"]
     layout, size = ["--layout", "lumina"], ["--image_size", "32"]

@@ -302,11 +302,6 @@ class Chameleon(nn.Module):
     def load(cls, folder: Path, config: dict[str, Any]) -> Chameleon:
         """From Hugging Face's safetensors, tensor by tensor: no more than one of them is in memory twice."""
         own = ChameleonConfig.from_json(config)
-        if own.last_id >= own.vocabulary:
-            raise ValueError(
-                f"{folder}: a vocabulary of {own.vocabulary} ids has no place for layout {own.layout} of {own.codes} "
-                f"codes, which needs ids up to {own.last_id}; this is no Chameleon checkpoint"
-            )
         tokenizer = read_tokenizer(folder / "tokenizer.json", own)
         with torch.device("meta"):
             model = cls(own, tokenizer)
@@ -326,8 +321,13 @@ def vocabulary_ids(config: ChameleonConfig) -> Tensor:
 def read_tokenizer(path: Path, config: ChameleonConfig) -> Tokenizer:
     """The checkpoint's tokenizer; what looks like a special token in a caption is text.
 
-    Raises ValueError where it is none, or names a code of the image by another id than decoding counts on.
+    Raises ValueError where it is none, or a code of the image has another id than decoding counts on, or none at all.
     """
+    if config.last_id >= config.vocabulary:
+        raise ValueError(
+            f"{path.parent}: {config.vocabulary} ids have no place for layout {config.layout} of {config.codes} codes, "
+            f"which needs ids up to {config.last_id}; this is no Chameleon"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
