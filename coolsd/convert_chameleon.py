@@ -98,7 +98,7 @@ def from_chameleon_drafter(
         "missing": [],
     }
     if pairing == "detect":
-        target = load_target(folder)
+        target = load_target(folder, dtype="bfloat16")
         head = make_head(made, target.ends())
         load_strictly(head, named, source)
         report["agreement"] = found = agreement(head.to(target.device, target.dtype).eval(), target)

@@ -29,6 +29,7 @@ from coolsd.heads.eagle import EagleConfig, EagleHead, make_head
 from coolsd.heads.pairing import agreement
 from coolsd.image_tokenizers.vqgan import VQGAN, VQGANConfig
 from coolsd.interfaces import DraftTree, Layout
+from coolsd.replay import Recorder, Replay
 from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets.chameleon import Chameleon, ChameleonConfig, ours
@@ -394,6 +395,19 @@ def test_forced_tokens_never_count_as_rejections(sampling, rule):
     assert passed > 20
 
 
+def test_a_replay_accepts_forced_tokens_whatever_w_is():
+    target, head = _pair(image_size=(32, 64), codes=4)
+    recorder = Recorder(target.image_tokens)
+    decode(target, CAPTIONS * 8, Chain(head, 4), Uniform(0.3), observer=recorder)
+    record = recorder.record()
+    forced = record.target_mass[:, 0] == 1  # [L, R]: certain, and counted as a token that the draft gave too little
+    assert 0.1 < float(forced.float().mean()) < 0.6
+    for w in (0.01, 0.3, 2.0):
+        accepted, bias, _, _ = Replay(record).test(0, torch.tensor([w]))
+        assert bool((accepted[0][forced[0]] == 1).all()) and not bias[0][forced[0]].any()
+        assert w > 1 or bool((accepted[0][~forced[0]] <= w + 1e-6).all())
+
+
 def test_a_target_without_a_layout_reports_one_accepted_length(toy):
     target, head = _pair("anole", codes=4)
     assert target.layout is None and target.codebook_size == 4 and target.image_tokens == 4
@@ -697,6 +711,36 @@ def test_a_folder_of_ours_that_lost_a_shard_is_one_sentence(converted, tmp_path)
         coolsd.load_target(folder, "cpu")
     with pytest.raises(ValueError, match="a published model becomes a target by coolsd convert"):
         coolsd.load_target(converted[0], "cpu")
+
+
+def test_a_published_drafter_converts_with_its_target_and_decodes(converted, tmp_path):
+    torch.manual_seed(5)
+    size, wide = 32, 40
+    shapes = {f"self_attn.{name}_proj.weight": (size if name in "qo" else 16, size) for name in "qkvo"}
+    shapes |= {f"self_attn.{name}_norm.{part}": (1, 8) for name in "qk" for part in ("weight", "bias")}
+    shapes |= {"mlp.gate_proj.weight": (wide, size), "mlp.up_proj.weight": (wide, size)}
+    shapes |= {"mlp.down_proj.weight": (size, wide)}
+    shapes |= {"input_layernorm.weight": (size,), "post_attention_layernorm.weight": (size,)}
+    weights = {f"layers.0.{name}": torch.randn(shape) / 6 for name, shape in shapes.items()}
+    weights |= {"embed_tokens.weight": torch.randn(705, size), "fc.weight": torch.randn(size, 2 * size) / 8}
+    (tmp_path / "theirs").mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "embed_upscale": 3.0}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    torch.save(weights, tmp_path / "theirs" / "pytorch_model.bin")
+    arguments = ["convert", str(tmp_path / "theirs"), "--target", str(converted[1]), "--out", str(tmp_path / "ours")]
+    assert main(arguments) == 0
+    found = json.loads((tmp_path / "ours" / "convert.json").read_text())["agreement"]
+    recorded = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert set(found) == {"next", "same"} and recorded["pairing"] == max(found, key=found.get)
+    assert not recorded["bias"] and recorded["text"] == 705 and recorded["image_tokens"] == 10
+    target = coolsd.load_target(converted[1], "cpu", "float32")
+    with pytest.warns(UserWarning, match="only shapes were checked"):
+        head = coolsd.load_head(tmp_path / "ours", target)
+    torch.testing.assert_close(head.embedding, 3 * weights["embed_tokens.weight"][target.vocabulary_ids])
+    for drafter in (Chain(head, 4), StaticTree(head, BRANCHY)):
+        result = decode(target, ["a b", "c"], drafter, Vanilla(), Sampling(guidance=2.0))
+        assert bool((result.tokens[:, [4, 9]] == 5).all()) and not result.bias_per_token.any()
+    assert main(["convert", str(tmp_path / "ours"), "--to", "lantern-drafter", "--out", str(tmp_path / "back")]) == 2
 
 
 def test_a_head_for_chameleon_needs_its_target_to_convert(tmp_path, golden_drafter, capfd):
