@@ -59,7 +59,7 @@ def from_chameleon_drafter(
         raise ValueError(f"{source} drafts for a Chameleon; give --target, that model's converted folder")
     own = ChameleonConfig.from_json(read_json(find_folder(folder) / "config.json"))
     heads = number(config, "num_attention_heads", source)
-    key_heads = int(config.get("num_key_value_heads") or heads)
+    key_heads = number({"num_key_value_heads": heads, **config}, "num_key_value_heads", source)
     eps = float(config.get("rms_norm_eps", 1e-5))
     read_names: set[str] = set()
 
@@ -135,6 +135,8 @@ def write_chameleon(
     """Names and shapes are checked, the files linked, or copied where the disk cannot."""
     published, shards = read_json(source / "config.json", INDEX_BYTES), Shards(source)
     own = chameleon_config(published, layout, image_size, source)
+    if (found := layers_of(shards.files)) != own.transformer.layers:
+        raise ValueError(f"{source} has {found} layers, but its config.json tells of {own.transformer.layers}")
     if not (source / "tokenizer.json").is_file():
         raise ValueError(f"{source} has no tokenizer.json; download the model's own into it")
     read_tokenizer(source / "tokenizer.json", own)
@@ -159,8 +161,8 @@ def write_chameleon(
     write_fingerprint(part, ["config.json", "tokenizer.json", *files])
     pixels = [name for name in shards.files if name.startswith("model.vqmodel.")]
     if tokenizer is not None or "model.vqmodel.decoder.conv_in.weight" in pixels:
-        found = {name: shards.read(name) for name in pixels} if tokenizer is None else read_foreign(tokenizer)
-        made = from_vqgan(found, tokenizer or source)
+        theirs = {name: shards.read(name) for name in pixels} if tokenizer is None else read_foreign(tokenizer)
+        made = from_vqgan(theirs, tokenizer or source)
         if made.config["codebook_size"] != own.codes:
             raise ValueError(
                 f"{tokenizer or source} has {made.config['codebook_size']} codes, but {source} {own.codes}"
@@ -181,7 +183,9 @@ def chameleon_config(
         raise ValueError(f"{source} normalises behind its layers (swin_norm, the 34B models); only 7B's way is known")
     if layout is None:
         raise ValueError(f"{source} does not say how its images are laid out; give --layout lumina or anole")
-    rope = published.get("rope_parameters") or {}
+    rope, pixels = (published.get(name) or {} for name in ("rope_parameters", "vq_config"))
+    if not (isinstance(rope, dict) and isinstance(pixels, dict)):
+        raise ValueError(f"{source}/config.json: rope_parameters and vq_config must be objects")
     if published.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise ValueError(f"{source} scales its rotary positions, which is not known here")
     if published.get("attention_bias") or published.get("mlp_bias"):
@@ -189,9 +193,8 @@ def chameleon_config(
     if layout == "lumina" and image_size is None:
         raise ValueError(f"{source} does not say how large its images are; give --image_size, 768 or [width, height]")
     size = image_size or 512
-    pixels = published.get("vq_config") or {}
     heads = number(published, "num_attention_heads", source)
-    key_heads = int(published.get("num_key_value_heads") or heads)
+    key_heads = number({"num_key_value_heads": heads, **published}, "num_key_value_heads", source)
     shape = TransformerConfig(
         number(published, "hidden_size", source), number(published, "num_hidden_layers", source), heads,
         number(published, "intermediate_size", source), 0 if key_heads == heads else key_heads,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     raise FileNotFoundError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
-def layers_of(tensors: Mapping[str, Tensor]) -> int:
+def layers_of(tensors: Iterable[str]) -> int:
     return 1 + max((int(found[1]) for name in tensors if (found := LAYER.search(name))), default=-1)
 
 

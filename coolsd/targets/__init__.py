@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from coolsd.checkpoint import find_folder, fingerprint, read_json
+from coolsd.checkpoint import INDEX_BYTES, find_folder, fingerprint, read_json
 from coolsd.transformer import bfloat16_on_cpu, freeze
 
 ARCHITECTURES = {
@@ -65,16 +65,6 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def find_class(config: dict[str, Any], path: Path) -> Any:
-    """The target's class by its config.json, at `path`. Raises ValueError where it is of no known architecture."""
-    name = config.get("architecture")
-    if name not in ARCHITECTURES:
-        published = "; a published model becomes a target by coolsd convert" if "model_type" in config else ""
-        raise ValueError(f"{path} has architecture {name!r}; known: {', '.join(ARCHITECTURES)}{published}")
-    module, _, attribute = ARCHITECTURES[name].partition(":")
-    return getattr(import_module(module), attribute)
-
-
 def load_target(
     folder: str | Path,
     device: str = "auto",
@@ -88,10 +78,14 @@ def load_target(
     Raises FileNotFoundError or ValueError, naming the file, where something is missing or does not fit.
     """
     path = find_folder(folder)
-    config = read_json(path / "config.json")
-    kind = find_class(config, path / "config.json")
+    config = read_json(path / "config.json", INDEX_BYTES)
+    name = config.get("architecture")
+    if name not in ARCHITECTURES:
+        published = "; a published model becomes a target by coolsd convert" if "model_type" in config else ""
+        raise ValueError(f"{path}/config.json has architecture {name!r}; known: {', '.join(ARCHITECTURES)}{published}")
+    module, _, attribute = ARCHITECTURES[name].partition(":")
     made = fingerprint(path, verify)
-    target = kind.load(path, config)
+    target = getattr(import_module(module), attribute).load(path, config)
     target.fingerprint = f"{path.resolve().name}@{made}"
     place = pick_device(device)
     target = target.to(place, pick_dtype(dtype, place)).eval().requires_grad_(False)

@@ -8,7 +8,8 @@ Knows the transformer, the checkpoint's own tokenizer and key names, and how an 
              <s> <boi>                 |   without caption
 
 Left of the bar is the prompt, given and not sampled; <eoi> behind the image is not sampled either (`image_ids`). Every
-(row, branch) counts its positions from 0: left padding has none.
+(row, branch) counts its positions from 0: left padding has none. (A draft head counts slots, which is the same to it:
+of rotary positions only differences matter.)
 
 Decoding sees image tokens alone: token n of the V is VQ code n, id n + 4 of the checkpoint's vocabulary, and Lumina's
 end of line is the last token of V, forced where it stands. No other id can occur there, so logits are computed for
@@ -59,6 +60,10 @@ class ChameleonConfig:
         object.__setattr__(self, "image_size", tuple(self.image_size))  # JSON and YAML give lists
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}, but must be one of {', '.join(LAYOUTS)}")
+        for name, most in (("codes", self.vocabulary), ("vocabulary", 1 << 24), ("prompt_slots", 1 << 16)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= most:
+                raise ValueError(f"{name} is {value!r}, but must be an integer from 1 to {most}")
         unit = GRID if self.layout == "lumina" else PATCH
         if len(self.image_size) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in self.image_size):
             raise ValueError(
@@ -126,7 +131,6 @@ class Chameleon(nn.Module):
     tokenizer: what has `encode(text, add_special_tokens=False).ids`, as a `tokenizers.Tokenizer`.
     """
 
-    Config = ChameleonConfig
     rope: Tensor
     vocabulary_ids: Tensor
     forced_tokens: Tensor

@@ -101,7 +101,6 @@ class CaptionSketch(nn.Module):
 class LlamaGen(nn.Module):
     """See `coolsd.interfaces.TargetModel` for the shapes of its methods."""
 
-    Config = LlamaGenConfig
     layout = None
     rope: Tensor
     image_tokenizer: Any
