@@ -504,6 +504,13 @@ def test_images_become_tokens_and_tokens_images(converted, rng):
     assert bool((lantern.tokens[:, [4, 9]] == 5).all())
 
 
+def test_generate_estimates_its_memory_and_tells_both_lengths(converted, tmp_path):
+    arguments = ["generate", "a b", "--plain", "--target", str(converted[1]), "--device", "cpu"]
+    assert main([*arguments, "--sampling.guidance", "2", "--out", str(tmp_path)]) == 0
+    image = json.loads((tmp_path / "stats.json").read_text())["images"][0]
+    assert image["accepted_length"] == 1.0 and image["accepted_length_unforced"] == pytest.approx(7 / 9)
+
+
 def test_files_are_linked_and_the_rest_of_the_repository_is_left_out(converted):
     theirs, mine = converted
     assert (mine / "model-0.safetensors").samefile(theirs / "model-0.safetensors")
@@ -545,6 +552,7 @@ with torch.device("meta"):  # what torch imports for it, whatever the size
 now = lambda name: 1024 * int(re.search(name + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1])
 before = now("VmRSS")
 target = coolsd.load_target(sys.argv[1], "cpu", "bfloat16")
+sum(p.flatten()[::1024].sum() for p in target.parameters())  # touch every page
 print(now("VmHWM") - before, sum(p.nbytes for p in target.parameters()))
 """
 

@@ -41,23 +41,24 @@ def test_encodes_and_decodes_like_meta(official):
     torch.testing.assert_close(model.decode(golden["in.codes"]), golden["out.codes_decoded"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [((1, 2), 1), ((1, 1, 2), 2)], ids=str)
+@pytest.mark.parametrize("shape", [((1, 2), 1, ()), ((1, 1, 2), 2, ()), ((1, 2, 1), 1, (1,))], ids=str)
 def test_encodes_like_transformers(shape):
-    multipliers, blocks = shape
+    multipliers, blocks, attention = shape
     torch.manual_seed(3)
     theirs = ChameleonVQVAE(
         ChameleonVQVAEConfig(
             embed_dim=6, num_embeddings=23, latent_channels=8, resolution=16, base_channels=32,
             channel_multiplier=list(multipliers), num_res_blocks=blocks,
+            attn_resolutions=[16 >> level for level in attention],
         )
     ).eval()  # fmt: skip
-    model = VQGAN(VQGANConfig(23, 6, 8, 32, multipliers, blocks)).eval()
+    model = VQGAN(VQGANConfig(23, 6, 8, 32, multipliers, blocks, attention)).eval()
     images = torch.rand(2, 3, 16, 24) * 2 - 1
     with torch.no_grad():  # codes where the vectors are, so that many of them are met
         latents = theirs.quant_conv(theirs.encoder(images)).movedim(1, -1).flatten(0, 2)
         theirs.quantize.embedding.weight.copy_(latents[:: len(latents) // 23][:23])
     weights = {**model.state_dict(), **theirs.state_dict()}  # theirs has no decoder
-    assert theirs.state_dict().keys() <= model.state_dict().keys()
+    assert theirs.state_dict().keys() <= model.state_dict().keys() and config_of(weights) == model.config
     model.load_state_dict(weights)
     with torch.no_grad():
         wanted = theirs.encode(images).image_tokens
