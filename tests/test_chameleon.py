@@ -360,10 +360,8 @@ def test_every_sequence_obeys_the_grammar(width, height):
             obeys(row, width, height, 4)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(guidance=2.0), Sampling(temperature=0, guidance=3.0)], ids=str
-)
-@pytest.mark.parametrize("rule", [Uniform(0.05), CoolSD(1.1), Vanilla()], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(guidance=2.0), Sampling(temperature=0, guidance=3.0)], ids=str)
+@pytest.mark.parametrize("rule", [Uniform(0.05), CoolSD(1.1)], ids=str)
 def test_forced_tokens_never_count_as_rejections(sampling, rule):
     target, head = _pair(image_size=(64, 64), codes=4)
     passed = 0
@@ -465,7 +463,7 @@ def test_constraints_and_guidance_are_lossless(p_value, liar, kind):
     target, head = _pair(sharpness=1.0)
     drafter = {"chain": Chain(head, 3), "tree": StaticTree(head, BRANCHY), "jacobi": Jacobi(4)}[kind]
     sampling = Sampling(guidance=2.0)
-    law, counts, result = law_and_counts(target, sampling, 6_000, drafter, Vanilla())
+    law, counts, result = law_and_counts(target, sampling, 5_000, drafter, Vanilla())
     assert abs(float(law.sum()) - 1) < 1e-5 and float(law.max()) < 0.5
     assert p_value(counts, law) > 1e-3
     assert not result.bias_per_token.any() and float(result.accepted_length.mean()) > 1.5
@@ -559,7 +557,7 @@ print(now("VmHWM") - before, sum(p.nbytes for p in target.parameters()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
-    folder, size, wide, layers, vocabulary = tmp_path / "theirs", 768, 2048, 15, 9000
+    folder, size, wide, layers, vocabulary = tmp_path / "theirs", 768, 2048, 18, 8900
     folder.mkdir()
     layer = {f"self_attn.{name}_proj.weight": (size, size) for name in "qkvo"}
     layer |= {f"self_attn.{name}_norm.{part}": (1, 64) for name in "qk" for part in ("weight", "bias")}
@@ -588,7 +586,7 @@ def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
     ).stdout
     taken, held = map(int, shown.split())
     print(f"checkpoint {total / 1e6:.0f} MB, weights {held / 1e6:.0f} MB, most memory {taken / 1e6:.0f} MB")
-    assert total > 2e8 and taken <= 1.15 * total
+    assert total > 2.5e8 and taken <= 1.15 * total
 
 
 # ------------------------------------------------------------------------------------------------------- pairings
