@@ -545,8 +545,9 @@ def test_a_head_trains_on_this_family_by_the_same_commands(converted, tmp_path):
 MEASURE = """
 import re, sys, coolsd, torch
 from coolsd.targets.chameleon import Chameleon, ChameleonConfig, TransformerConfig
-with torch.device("meta"):  # what torch imports for it, whatever the size
+with torch.device("meta"):  # what is imported for it, whatever the size
     Chameleon(ChameleonConfig(TransformerConfig(8, 1, 1, 8, qk_norm=True), "anole", (32, 32)), None)
+coolsd.load_target("emoji/target", "cpu", "bfloat16")
 now = lambda name: 1024 * int(re.search(name + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1])
 before = now("VmRSS")
 target = coolsd.load_target(sys.argv[1], "cpu", "bfloat16")
@@ -557,7 +558,7 @@ print(now("VmHWM") - before, sum(p.nbytes for p in target.parameters()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
-    folder, size, wide, layers, vocabulary = tmp_path / "theirs", 768, 2048, 18, 8900
+    folder, size, wide, layers, vocabulary = tmp_path / "theirs", 768, 2048, 10, 8900
     folder.mkdir()
     layer = {f"self_attn.{name}_proj.weight": (size, size) for name in "qkvo"}
     layer |= {f"self_attn.{name}_norm.{part}": (1, 64) for name in "qk" for part in ("weight", "bias")}
@@ -586,7 +587,7 @@ def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
     ).stdout
     taken, held = map(int, shown.split())
     print(f"checkpoint {total / 1e6:.0f} MB, weights {held / 1e6:.0f} MB, most memory {taken / 1e6:.0f} MB")
-    assert total > 2.5e8 and taken <= 1.15 * total
+    assert total > 1.5e8 and taken <= 1.15 * total
 
 
 # ------------------------------------------------------------------------------------------------------- pairings
