@@ -162,8 +162,8 @@ class Shards:
         """A tensor; its numbers stay in the mapped file, page by page as they are needed."""
         return self._open(self._file(name), lambda file: file.get_tensor(name))
 
-    def shape(self, name: str) -> Tensor:
-        """The same on the meta device: its shape and dtype, its numbers not read."""
+    def outline(self, name: str) -> Tensor:
+        """The same on the meta device: shape and dtype, no numbers."""
         return self._open(self._file(name), lambda file: file.get_tensor(name).to("meta"))
 
 

@@ -364,14 +364,12 @@ def convert(
         part.mkdir()
         if to is not None:
             report = write_theirs(find_folder(source), part, to, target)
+        elif source_format == "chameleon" or (source_format == "auto" and is_chameleon(source)):
+            report = write_chameleon(source, part, layout, image_size, tokenizer)
+        elif isinstance(image_size, tuple):
+            raise ValueError(f"image_size is {list(image_size)}, but only Lumina-mGPT's may differ: give one number")
         else:
-            if isinstance(image_size, (list, tuple)) and not (source_format == "chameleon" or is_chameleon(source)):
-                raise ValueError(f"image_size is {list(image_size)}, but {source} makes square images: give one number")
-            if source_format == "chameleon" or (source_format == "auto" and is_chameleon(source)):
-                report = write_chameleon(source, part, layout, image_size, tokenizer)
-            else:
-                side = image_size if isinstance(image_size, int) else None
-                report = write_ours(source, part, source_format, side, heads, tokenizer, target, pairing)
+            report = write_ours(source, part, source_format, image_size, heads, tokenizer, target, pairing)
         write_json(part / "convert.json", report)
         os.replace(part, out)
     finally:

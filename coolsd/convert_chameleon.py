@@ -144,12 +144,12 @@ def write_chameleon(
         check_codes(names.get, own.codes, source / "config.json")
     used: set[str] = set()
 
-    def shape(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         used.add(name)
-        return shards.shape(name)
+        return shards.outline(name)
 
     with torch.device("meta"):
-        check_fits(Chameleon(own, None), ours(shape, own), source)
+        check_fits(Chameleon(own, None), ours(read, own), source)
     files = sorted({shards.files[name] for name in used})
     for name in files:
         link(source / name, part / name)

@@ -502,6 +502,17 @@ def test_images_become_tokens_and_tokens_images(converted, rng):
     assert bool((lantern.tokens[:, [4, 9]] == 5).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_the_layout_and_stays_near(converted, dtype):
+    single, half = (coolsd.load_target(converted[1], "cpu", kind) for kind in (torch.float32, dtype))
+    assert half.dtype == dtype and half.rope.dtype == torch.float32
+    sampling = Sampling(0.5, guidance=3.0)
+    tokens = decode(half, CAPTIONS, Jacobi(4), CoolSD(1.5), sampling).tokens
+    assert bool((tokens[:, [4, 9]] == 5).all())
+    laws = [sampling.probs(model.forced(model.encode(CAPTIONS, True), tokens).logits) for model in (single, half)]
+    assert 0 < float((laws[0] - laws[1]).abs().max()) < 0.1
+
+
 def test_generate_estimates_its_memory_and_tells_both_lengths(converted, tmp_path):
     arguments = ["generate", "a b", "--plain", "--target", str(converted[1]), "--device", "cpu"]
     assert main([*arguments, "--sampling.guidance", "2", "--out", str(tmp_path)]) == 0

@@ -38,8 +38,11 @@ def agreement(head: EagleHead, target: Any, caption: str = CAPTION, count: int =
     tokens = torch.cat(drawn, 1)
     output = target.forced(prompt, tokens)
     hidden = output.hidden_states[:, 0, :-1]
-    words = head.config.codebook_size + prompt.inputs["ids"][:, 0] if head.config.text else torch.full_like(tokens, -1)
-    read = {"next": torch.cat([words, tokens], 1)[:, 1:], "same": torch.cat([words, tokens], 1)[:, :-1]}
+    words = torch.full_like(prompt.mask[:, 0], -1, dtype=torch.long)
+    if head.config.text:
+        words = head.config.codebook_size + prompt.inputs["ids"][:, 0]
+    whole = torch.cat([words, tokens], 1)
+    read = {"next": whole[:, 1:], "same": whole[:, :-1]}
     length = hidden.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
     if head.config.mask_prefix_pads:
