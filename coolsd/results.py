@@ -174,8 +174,10 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
         infinite = row["kl_infinite_fraction"]
         kl = measured(row["kl_per_token"], 4) + (f" ({infinite:.0%} infinite)" if infinite else "")
         between = " ({:.2f}-{:.2f})".format(*row["speedup_ci95"]) if intervals and row["speedup_ci95"] else ""
+        unforced = row.get("accepted_length_unforced") if intervals else None
+        length = measured(row["accepted_length"], 2) + (f" ({unforced['mean']:.2f} unforced)" if unforced else "")
         table.append([
-            row["name"], measured(row["accepted_length"], 2), measured(row["target_calls"], 1),
+            row["name"], length, measured(row["target_calls"], 1),
             measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",
             f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
             measured(row["nll_per_token"], 3),

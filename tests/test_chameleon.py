@@ -520,6 +520,19 @@ def test_generate_estimates_its_memory_and_tells_both_lengths(converted, tmp_pat
     assert image["accepted_length"] == 1.0 and image["accepted_length_unforced"] == pytest.approx(7 / 9)
 
 
+def test_evaluate_tells_both_lengths(converted, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a b\nc\n")
+    methods = "[{name: sjd, rule: cool-sd, drafter: sjd, length: 4}]"
+    arguments = ["evaluate", "--target", str(converted[1]), "--prompts", str(tmp_path / "prompts.txt")]
+    more = ["--methods", methods, "--sampling.guidance", "2", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*arguments, *more]) == 0
+    plain, sjd = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
+    for row in (plain, sjd):
+        shorter = row["accepted_length_unforced"]["mean"] / row["accepted_length"]["mean"]
+        assert shorter == pytest.approx(7 / 9, rel=1e-4)
+    assert "unforced)" in (tmp_path / "run" / "table.md").read_text()
+
+
 def test_files_are_linked_and_the_rest_of_the_repository_is_left_out(converted):
     theirs, mine = converted
     assert (mine / "model-0.safetensors").samefile(theirs / "model-0.safetensors")
