@@ -393,6 +393,19 @@ def test_forced_tokens_never_count_as_rejections(sampling, rule):
     assert passed > 20
 
 
+@pytest.mark.parametrize("rule", [coolsd.Lantern(2, 0.5, "own"), coolsd.LanternPP(2, 3.0), coolsd.Grouped(2)], ids=str)
+def test_rules_that_look_at_other_tokens_never_take_a_line_end_for_a_code(rule):
+    target, head = _pair(image_size=(64, 32), codes=4)
+    pixels = VQGAN(VQGANConfig(4, 3, 8, 32, (1,), 1))
+    object.__setattr__(target, "image_tokenizer", pixels)
+    for drafter in (Chain(head, 5), StaticTree(head, BRANCHY), DynamicTree(head, 9, 3, 2), Jacobi(5)):
+        for certificates in (True, False):
+            result = decode(target, CAPTIONS, drafter, rule, Sampling(guidance=2.0), certificates=certificates)
+            for row in target.image_ids(result.tokens).tolist():
+                obeys(row, 64, 32, 4)
+    object.__setattr__(target, "image_tokenizer", None)
+
+
 def test_a_replay_accepts_forced_tokens_whatever_w_is():
     target, head = _pair(image_size=(32, 64), codes=4)
     recorder = Recorder(target.image_tokens)
@@ -691,6 +704,7 @@ def test_the_pairing_of_a_published_head_is_detected_and_decoded_with():
         ("size", "give --image_size"),
         ("odd size", "multiples of 32 pixels"),
         ("long size", "4 to 1"),
+        ("large size", "1024 x 1024 pixels in area"),
         ("shape", "has shape"),
         ("norms", "must be one row per head or per shard"),
         ("rope", "scales its rotary positions"),
@@ -730,7 +744,12 @@ def test_a_folder_that_is_none_is_one_sentence(tmp_path, capfd, kind, said):
         held = load_file(folder / files[name])
         save_file({**held, name: torch.ones(3, 8)}, folder / files[name])
     layout = [] if kind == "layout" else layout
-    size = {"size": [], "odd size": ["--image_size", "40"], "long size": ["--image_size", "[32, 160]"]}.get(kind, size)
+    size = {
+        "size": [],
+        "odd size": ["--image_size", "40"],
+        "long size": ["--image_size", "[32, 160]"],
+        "large size": ["--image_size", "[1024, 1056]"],
+    }.get(kind, size)
     arguments = ["convert", str(folder), "--from", "chameleon", "--out", str(tmp_path / "ours")]
     assert main([*arguments, *layout, *size]) == 2
     sentence = capfd.readouterr().err.strip()

@@ -37,6 +37,7 @@ from coolsd.transformer import Linear, Transformer, TransformerConfig, interleav
 LAYOUTS = ("lumina", "anole")
 BOS, FIRST_CODE = 0, 4
 PATCH, GRID = 16, 32  # pixels of a code, and of a step of Lumina's h and w
+AREA = 1 << 20  # pixels of the largest published model's images
 FAR = 1e6  # an end of line looks like no code
 Read = Callable[[str], Tensor]
 
@@ -69,8 +70,10 @@ class ChameleonConfig:
             raise ValueError(
                 f"image_size is {list(self.image_size)}, but must be [width, height], multiples of {unit} pixels"
             )
-        if max(self.image_size) > 4 * min(self.image_size) or max(self.image_size) > 2048:
-            raise ValueError(f"image_size is {list(self.image_size)}, but sides are at most 2048 pixels and 4 to 1")
+        if max(self.image_size) > 4 * min(self.image_size) or self.image_size[0] * self.image_size[1] > AREA:
+            raise ValueError(
+                f"image_size is {list(self.image_size)}, but must be at most 1024 x 1024 pixels in area and 4 to 1"
+            )
 
     @property
     def grid(self) -> tuple[int, int]:
