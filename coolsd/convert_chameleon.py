@@ -58,7 +58,7 @@ def from_chameleon_drafter(
     if folder is None:
         raise ValueError(f"{source} drafts for a Chameleon; give --target, that model's converted folder")
     own = ChameleonConfig.from_json(read_json(find_folder(folder) / "config.json"))
-    heads = number(config, "num_attention_heads", source)
+    heads = number({"num_attention_heads": own.transformer.heads, **config}, "num_attention_heads", source)
     key_heads = number({"num_key_value_heads": heads, **config}, "num_key_value_heads", source)
     eps = float(config.get("rms_norm_eps", 1e-5))
     read_names: set[str] = set()
