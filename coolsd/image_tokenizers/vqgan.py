@@ -203,7 +203,8 @@ def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def config_of(tensors: Mapping[str, Tensor]) -> VQGANConfig:
-    """Read off the tensors' names and shapes. Raises KeyError or ValueError where they are no VQGAN's."""
+    """Read off the tensors' names and shapes, which tell all that vqgan.yaml does. Raises KeyError or ValueError where
+    they are no VQGAN's."""
     widths: list[int] = []
     while (name := f"encoder.down.{len(widths)}.block.0.conv1.weight") in tensors:
         widths.append(len(tensors[name]))
