@@ -37,6 +37,7 @@ from coolsd.rules.neighbours import nearest
 from coolsd.rules.relaxed import CoolSD
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target, pick_device, pick_dtype
+from coolsd.targets.chameleon import FIRST_CODE, Chameleon, ChameleonConfig
 from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig, freeze
 from coolsd.verify import verify
@@ -53,11 +54,12 @@ def bench(
     out: Path | None = None,
     target: str = "emoji/target",
     head: str = "emoji/draft",
-    shape: LlamaGenConfig | None = None,
+    shape: LlamaGenConfig | ChameleonConfig | None = None,
     length: int = 5,
     repeats: int = 5,
     tokens: int | None = None,
     training: int = 0,
+    transformers: bool = True,
     sampling: Sampling = EMOJI_SAMPLING,
     compile: bool = False,
     device: str = "auto",
@@ -69,11 +71,13 @@ def bench(
         out: JSON file for the numbers.
         target: Checkpoint folder of the target, or its name under checkpoints/.
         head: The same of the draft head.
-        shape: Instead of both, a LlamaGen of this shape and its head with random weights: what a size costs.
+        shape: Instead of both, a LlamaGen or a Chameleon of this shape and its head with random weights: what a size
+            costs.
         length: Tokens the chain drafts per target call.
         repeats: Images each is measured on.
         tokens: How many of an image's tokens are decoded, with room for all (transformers: for those); default all.
         training: Samples of one optimizer step of such a head, measured once at the end; 0 = none.
+        transformers: Measure transformers' generate as well, on a Llama that is as large as the target.
         sampling: How logits become a distribution.
         compile: Measure all once more under torch.compile, beside the eager numbers.
         device: cpu, cuda, mps or auto.
@@ -102,7 +106,8 @@ def bench(
             measurements[0](0)
             held = peak(model.device)
             memory = {"weights_and_cache": needed(model, loaded, sampling.branches), "peak": held, "before": before}
-        measurements.append(theirs(model, count, sampling.branches, compiled, mark))
+        if transformers:
+            measurements.append(theirs(model, count, sampling.branches, compiled, mark))
     found: dict[str, list[float]] = {}
     for turn in range(repeats + 1):
         for measurement in measurements:
@@ -113,7 +118,7 @@ def bench(
     ratios = {
         f"coolsd / transformers{mark}": medians[f"{PLAIN}{mark}"] / medians[f"{TRANSFORMERS}{mark}"]
         for mark in ("", " (compiled)")
-        if f"{PLAIN}{mark}" in medians
+        if f"{TRANSFORMERS}{mark}" in medians
     }
     costs = verifications(model.device, repeats)
     torch.manual_seed(0)
@@ -150,15 +155,22 @@ def bench(
     return results
 
 
-def random_pair(shape: LlamaGenConfig, device: torch.device, dtype: str, compile: bool) -> tuple[LlamaGen, EagleHead]:
-    """A target and a head of one layer with random weights, prompted by random features."""
+def random_pair(
+    shape: LlamaGenConfig | ChameleonConfig, device: torch.device, dtype: str, compile: bool
+) -> tuple[Any, EagleHead]:
+    """A target and a head of one layer with random weights, prompted by random features or tokens."""
     precision, before = pick_dtype(dtype, device), torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(precision)  # never twice as large on the way
     try:
         with device:
-            target = LlamaGen(shape, _RandomCaptions(shape.caption_dim)).eval().requires_grad_(False)
-            layer = replace(shape.transformer, layers=1)
+            target: Any = (
+                Chameleon(shape, _RandomTokens(shape))
+                if isinstance(shape, ChameleonConfig)
+                else LlamaGen(shape, _RandomCaptions(shape.caption_dim))
+            )
+            target = target.to(device).eval().requires_grad_(False)
+            layer = replace(shape.transformer, layers=1, qk_norm=False)
             config = EagleConfig(layer, shape.codebook_size, shape.prompt_slots, target.image_tokens)
             ends = target.ends()
             head = EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"]).eval().requires_grad_(False)
@@ -181,6 +193,16 @@ class _RandomCaptions:
 
     def __call__(self, captions: Sequence[str], slots: int) -> tuple[Tensor, Tensor]:
         return torch.randn(len(captions), slots, self.width), torch.ones(len(captions), slots, dtype=torch.bool)
+
+
+class _RandomTokens:
+    """A tokenizer for which every caption fills all slots."""
+
+    def __init__(self, shape: ChameleonConfig) -> None:
+        self.ids = [FIRST_CODE] * (shape.prompt_slots - 2 - len(shape.start))
+
+    def encode(self, text: str, add_special_tokens: bool) -> _RandomTokens:
+        return self
 
 
 class Beginning:
@@ -220,6 +242,7 @@ def ours(whole: Beginning, drafters: Sequence[HeadDrafter], sampling: Sampling, 
         calls = int(plain.target_calls[0])
         found = {
             f"{PLAIN}{mark}": sum(plain.seconds.values()) * 1000 / model.image_tokens,
+            f"prefill{mark}": plain.seconds["prefill"] * 1000,
             f"target call, 1 token{mark}": plain.seconds["target"] * 1000 / calls,
             f"sampling, plain{mark}": plain.seconds["verify"] * 1000 / calls,
         }

@@ -1,6 +1,7 @@
 """Checkpoint folders: config.json + model.safetensors + fingerprint.json. The same for targets, tokenizers and heads.
 
-Knows files; knows no model. Reads what strangers wrote: JSON and safetensors only, names and shapes checked.
+Knows files; knows no model. Reads what strangers wrote: JSON and safetensors only, names and shapes checked. A
+Hugging Face folder keeps its shards as they are (`Shards`).
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 CONFIG_BYTES = 1 << 20
+INDEX = "model.safetensors.index.json"
+INDEX_BYTES = 1 << 24
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -71,7 +74,11 @@ def save_checkpoint(
     for name, text in (extra or {}).items():
         write_whole(folder / name, lambda part, text=text: part.write_text(text, "utf-8"))  # type: ignore[misc]
     write_json(folder / "config.json", dict(config))
-    names = ["config.json", "model.safetensors", *(extra or {})]
+    return write_fingerprint(folder, ["config.json", "model.safetensors", *(extra or {})])
+
+
+def write_fingerprint(folder: Path, names: Sequence[str]) -> str:
+    """Hash these files of a checkpoint folder into its fingerprint.json; returns the fingerprint."""
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
     write_json(folder / "fingerprint.json", files)
     return fingerprint(folder)
@@ -113,6 +120,51 @@ def read_json(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+class Shards:
+    """Tensors of a Hugging Face folder, read one at a time: from model.safetensors, or the files its index names.
+
+    files: tensor name -> file. Raises ValueError where the index names what is not there, or not in the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, index = folder, folder / INDEX
+        if index.is_file():
+            names = read_json(index, INDEX_BYTES).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+                raise ValueError(f"{index} has no weight_map of tensor names to file names; download it again")
+        elif (folder / "model.safetensors").is_file():
+            names = dict.fromkeys(self._open("model.safetensors", lambda file: list(file.keys())), "model.safetensors")
+        else:
+            raise ValueError(f"{folder} has neither {INDEX} nor model.safetensors; give a folder of safetensors")
+        self.files: dict[str, str] = names
+        for name in sorted(set(names.values())):
+            if Path(name).name != name or name.startswith("."):
+                raise ValueError(f"{index} names {name!r}, which is not a plain file name")
+            if not (folder / name).is_file():
+                raise ValueError(f"{index} names {name}, which is not there; download it into {folder}")
+
+    def _open(self, name: str, use: Callable[[Any], Any]) -> Any:
+        try:
+            # opened anew each time: what was read of a mapped file counts as memory until it is closed
+            with safe_open(self.folder / name, "pt") as file:
+                return use(file)
+        except SafetensorError as error:
+            raise ValueError(f"{self.folder / name} is not whole ({error}); download it again") from None
+
+    def _file(self, name: str) -> str:
+        if name not in self.files:
+            raise ValueError(f"{self.folder} lacks {name}")
+        return self.files[name]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor; its numbers stay in the mapped file, page by page as they are needed."""
+        return self._open(self._file(name), lambda file: file.get_tensor(name))
+
+    def outline(self, name: str) -> Tensor:
+        """The same on the meta device: shape and dtype, no numbers."""
+        return self._open(self._file(name), lambda file: file.get_tensor(name).to("meta"))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

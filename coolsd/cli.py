@@ -32,7 +32,7 @@ COMMANDS = {  # name: (module:function, what it does)
     "report": ("coolsd.report:main", "results.json -> report.html and table.md"),
     "calibrate": ("coolsd.calibrate:main", "the Cool-SD setting for a budget of bias, KL or accepted length"),
     "captions": ("coolsd.encode_captions:main", "T5 features of captions, made once for a LlamaGen target"),
-    "convert": ("coolsd.convert:main", "LlamaGen's, LANTERN's and EAGLE's checkpoints -> our folders, and back"),
+    "convert": ("coolsd.convert:main", "LlamaGen's, Lumina-mGPT's, Anole's and LANTERN's checkpoints -> our folders"),
     "bench": ("coolsd.bench:main", "milliseconds of each part of a decoding step"),
     "throughput": ("training.throughput:main", "what extraction and the loader add to the passes they feed"),
     "cache": ("data.features:main", "info, verify and merge: look into feature caches, check their bytes, mix them"),

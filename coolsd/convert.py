@@ -6,6 +6,8 @@ weights_only=True, everything is checked before the first byte is written, and a
     llamagen            LlamaGen's .pt files: transformers (t2i_*, c2i_*) and image tokenizers (vq_*)
     lantern-llamagen    LANTERN's Hugging Face folders of the same transformers
     lantern-drafter     EAGLE-style draft heads: LANTERN's, and EAGLE's own, which have the same names
+    chameleon           Hugging Face folders of Lumina-mGPT and Anole; their safetensors are linked, not rewritten
+    vqgan               their image tokenizer: Meta's vqgan.ckpt, or what such a folder holds of it
     image-reward        ImageReward.pt, a metric's network (coolsd.image_reward)
 """
 
@@ -13,25 +15,40 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import re
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from coolsd.checkpoint import find_folder, load_strictly, read_json, read_tensors, save_checkpoint, write_json
+from coolsd.checkpoint import (
+    Shards,
+    find_folder,
+    load_strictly,
+    read_json,
+    read_tensors,
+    save_checkpoint,
+    write_json,
+)
 from coolsd.cli import argument_parser
+from coolsd.convert_chameleon import (
+    ImageSize,
+    Layout,
+    Pairing,
+    from_chameleon_drafter,
+    from_vqgan,
+    is_chameleon,
+    write_chameleon,
+)
 from coolsd.heads.eagle import EagleConfig
 from coolsd.image_reward import from_published, our_names, to_json
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
+from coolsd.image_tokenizers.vqgan import own_tensors
+from coolsd.published import Converted, layers_of, number, read_foreign, read_source
 from coolsd.targets.llamagen import LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
@@ -39,7 +56,6 @@ Names = Mapping[str, Sequence[str]]  # our name -> their names, whose tensors ou
 Format = Literal["llamagen", "lantern-llamagen", "lantern-drafter", "eagle"]  # that can be written, too
 HEADS = {(768, 12): 12, (1024, 16): 16, (1280, 36): 20, (1536, 48): 24, (3200, 24): 32}  # B, L, XL, XXL, 3B
 DRAFTER_GRIDS = {"t2i": (16, 16), "t2i2": (32, 32), "c2i": (24, 24)}  # LANTERN's input_type -> what its code builds
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 LLAMAGEN: Names = {
     "embedding.weight": ["tok_embeddings.weight"],
@@ -78,72 +94,16 @@ DRAFTER: Names = {
     "fc.bias": ["fc.bias"],
 }
 NAMES = {"llamagen": LLAMAGEN, "lantern-llamagen": LANTERN, "lantern-drafter": DRAFTER, "eagle": DRAFTER}
-FORMATS = (*NAMES, "image-reward")
-
-
-@dataclass(frozen=True)
-class Converted:
-    """A checkpoint about to be written. report: which of their keys became ours, and which are left."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    report: dict[str, Any]
+FORMATS = (*NAMES, "image-reward", "chameleon", "vqgan")
 
 
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def read_foreign(path: Path) -> dict[str, Tensor]:
-    """Tensors of a .safetensors file or a pickle (.pt, .pth, .bin); a wrapper "model", "module" or "state_dict" opened.
-
-    Raises ValueError where the file is broken, holds anything but tensors, or is something else altogether.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, OSError, UnicodeDecodeError) as error:
-        why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} is not a whole checkpoint of tensors ({why}); download it again") from None
-    for wrapper in ("model", "module", "state_dict"):
-        if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
-            found = found[wrapper]
-    if not isinstance(found, dict) or not found:
-        raise ValueError(f"{path} holds a {type(found).__name__}, not tensors by name")
-    tensors = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
-    if not tensors:
-        raise ValueError(f"{path} holds no tensors by name")
-    return tensors
-
-
-def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and config.json (or nothing) of a file, or of a Hugging Face folder, its shards included."""
-    if not source.is_dir():
-        beside = source.with_name("config.json")
-        return read_foreign(source), read_json(beside) if beside.is_file() else {}
-    config = read_json(source / "config.json")
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (source / index).is_file():
-            shards = sorted(set(read_json(source / index).get("weight_map", {}).values()))
-            if any(not isinstance(shard, str) or Path(shard).name != shard for shard in shards):
-                raise ValueError(f"{source / index} names a shard outside its folder")
-            tensors: dict[str, Tensor] = {}
-            for shard in shards:
-                tensors |= read_foreign(source / shard)
-            return tensors, config
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (source / name).is_file():
-            return read_foreign(source / name), config
-    raise FileNotFoundError(f"{source} has neither model.safetensors nor pytorch_model.bin")
-
-
 def detect(tensors: Mapping[str, Tensor], source: Path) -> str:
     """Which of the known formats these key names are."""
+    if "encoder.down.0.block.0.conv1.weight" in own_tensors(tensors):
+        return "vqgan"
     if "quantize.embedding.weight" in tensors or "tok_embeddings.weight" in tensors:
         return "llamagen"
     if "model.cls_embedding.uncond_embedding" in tensors:
@@ -157,10 +117,6 @@ def detect(tensors: Mapping[str, Tensor], source: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- key by key
-
-
-def layers_of(tensors: Mapping[str, Tensor]) -> int:
-    return 1 + max((int(found[1]) for name in tensors if (found := LAYER.search(name))), default=-1)
 
 
 def expand(names: Names, layers: int) -> dict[str, list[str]]:
@@ -255,9 +211,9 @@ def from_llamagen(tensors: dict[str, Tensor], source: Path, image_size: int | No
 
 def from_lantern(tensors: dict[str, Tensor], config: dict[str, Any], source: Path) -> Converted:
     found = to_ours(tensors, LANTERN, lambda name: name.startswith("class_embedding"), source)
-    heads, key_heads = (_number(config, name, source) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, key_heads = (number(config, name, source) for name in ("num_attention_heads", "num_key_value_heads"))
     shape = transformer_config(found, heads, key_heads, float(config.get("rms_norm_eps", 1e-5)), source)
-    side = round(_number(config, "block_size", source) ** 0.5)
+    side = round(number(config, "block_size", source) ** 0.5)
     if side * side != config["block_size"]:
         raise ValueError(f"{source}/config.json: block_size {config['block_size']} is not a square of tokens")
     return llamagen_target(found, shape, (side, side))
@@ -269,7 +225,7 @@ def from_drafter(tensors: dict[str, Tensor], config: dict[str, Any], source: Pat
     optional = lambda name: name == "fc.bias" or name.startswith("transformer.layers.0.attention_norm")  # noqa: E731
     found = to_ours(tensors, DRAFTER, optional, source)
     if heads is None:
-        heads = _number(config, "num_attention_heads", source)
+        heads = number(config, "num_attention_heads", source)
     key_heads = int(config.get("num_key_value_heads") or heads)
     shape = transformer_config(found, heads, key_heads, float(config.get("rms_norm_eps", 1e-6)), source)
     kind = config.get("input_type", "t2i")
@@ -317,13 +273,6 @@ def from_image_reward(tensors: dict[str, Tensor], source: Path) -> Converted:
     return Converted(to_json(shape), ours, {"mapped": mapped, "unused": unused, "missing": []})
 
 
-def _number(config: Mapping[str, Any], name: str, source: Path) -> int:
-    value = config.get(name)
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{source}: config.json has {name} = {value!r}, but must have a positive integer")
-    return value
-
-
 # -------------------------------------------------------------------------------------------- and back again
 
 
@@ -337,6 +286,8 @@ def export(folder: Path, to: Format, target: Path | None) -> tuple[dict[str, Any
                 f"{folder} is no draft head, so it cannot become {to}; choose llamagen or lantern-llamagen"
             )
         head = EagleConfig.from_json(config)
+        if head.transformer.qk_norm or head.text:
+            raise ValueError(f"{folder} drafts for a Chameleon; the way back is known for LlamaGen's heads only")
         if head.context:
             raise ValueError(f"{folder} reads a caption context at every token, which {to} has no place for")
         if not head.own_embedding:
@@ -383,10 +334,12 @@ def convert(
     out: Path,
     source_format: str = "auto",
     to: Format | None = None,
-    image_size: int | None = None,
+    image_size: ImageSize = None,
     heads: int | None = None,
     tokenizer: Path | None = None,
     target: Path | None = None,
+    layout: Layout | None = None,
+    pairing: Pairing = "detect",
 ) -> None:
     """Convert a published checkpoint into a folder of ours, or with `to` one of ours into a published format.
 
@@ -394,10 +347,14 @@ def convert(
         source: A .pt, .bin or .safetensors file, a Hugging Face folder, or with `to` a folder of ours.
         out: Folder to write; it must not exist yet.
         to: Write this format instead: llamagen (a .pt file), lantern-llamagen or lantern-drafter.
-        image_size: Pixels; official LlamaGen files do not say.
+        image_size: Pixels, which files do not say: LlamaGen's of a side, Lumina-mGPT's of a side or [width, height].
         heads: Attention heads, for a LlamaGen of no published size.
-        tokenizer: File of the image tokenizer (vq_ds16_*.pt), which goes into the target's folder.
-        target: Our target's folder, for `to` lantern-drafter of a head that shares its target's embedding.
+        tokenizer: File of the image tokenizer (vq_ds16_*.pt, vqgan.ckpt), which goes into the target's folder.
+        target: Our target's folder: the one that a head for Chameleon drafts for, or, for `to` lantern-drafter, the one
+            whose embedding a head shares.
+        layout: How a Chameleon lays its images out, as Lumina-mGPT or as Anole.
+        pairing: Of a head for Chameleon, which token goes with a hidden state: the next or the same, or let the target
+            tell by decoding with it.
     """
     if out.exists():
         raise ValueError(f"{out} is there already; choose another --out, or delete it")
@@ -407,8 +364,12 @@ def convert(
         part.mkdir()
         if to is not None:
             report = write_theirs(find_folder(source), part, to, target)
+        elif source_format == "chameleon" or (source_format == "auto" and is_chameleon(source)):
+            report = write_chameleon(source, part, layout, image_size, tokenizer)
+        elif isinstance(image_size, tuple):
+            raise ValueError(f"image_size is {list(image_size)}, but only Lumina-mGPT's may differ: give one number")
         else:
-            report = write_ours(source, part, source_format, image_size, heads, tokenizer)
+            report = write_ours(source, part, source_format, image_size, heads, tokenizer, target, pairing)
         write_json(part / "convert.json", report)
         os.replace(part, out)
     finally:
@@ -419,20 +380,30 @@ def convert(
 
 
 def write_ours(
-    source: Path, part: Path, source_format: str, image_size: int | None, heads: int | None, tokenizer: Path | None
-) -> dict[str, Any]:
-    tensors, config = read_source(source)
+    source: Path, part: Path, source_format: str, image_size: int | None, heads: int | None, tokenizer: Path | None,
+    target: Path | None, pairing: Pairing,
+) -> dict[str, Any]:  # fmt: skip
+    if source_format == "vqgan" and source.is_dir():  # of a whole model only what it needs
+        config: dict[str, Any] = {}
+        shards = Shards(source)
+        tensors = {name: shards.read(name) for name in shards.files if name.startswith("model.vqmodel.")}
+    else:
+        tensors, config = read_source(source)
     kind = detect(tensors, source) if source_format == "auto" else source_format
     if kind not in FORMATS:
         raise ValueError(f"no format named {kind!r}; choose auto, {', '.join(FORMATS)}")
     if kind == "image-reward":
         found = from_image_reward(tensors, source)
+    elif kind == "vqgan":
+        found = from_vqgan(tensors, source)
     elif "quantize.embedding.weight" in tensors:
         found = from_tokenizer(tensors, source, image_size)
     elif kind == "llamagen":
         found = from_llamagen(tensors, source, image_size, heads)
     elif kind == "lantern-llamagen":
         found = from_lantern(tensors, config, source)
+    elif "layers.0.self_attn.q_norm.weight" in tensors:
+        found = from_chameleon_drafter(tensors, config, source, target, pairing)
     else:
         found = from_drafter(tensors, config, source, heads)
     save_checkpoint(part, found.config, found.tensors)

@@ -111,9 +111,10 @@ def generate(
     progress(tokens of the slowest row, T) and observer(Round) are called after each target call.
 
     Returns tokens long [B, T]; images uint8 [B, 3, h, w] or None; accepted_length float32 [B] = (T - 1) / target calls
-    after the prefill; target_calls long [B]; emitted long [B, rounds], tokens committed per call; bias_per_token,
-    kl_per_token (None for trees that relax) and nll_per_token float32 [B], the last in nats under the guided, tempered
-    distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
+    after the prefill, and accepted_length_unforced, the same without the tokens that the target's layout forces
+    (None where it has none); target_calls long [B]; emitted long [B, rounds], tokens committed per call;
+    bias_per_token, kl_per_token (None for trees that relax) and nll_per_token float32 [B], the last in nats under the
+    guided, tempered distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
     """
     sampling = sampling or Sampling()
     if drafter is None:
@@ -128,7 +129,7 @@ def generate(
         raise ValueError("a drafter needs a rule: pass rule=coolsd.Vanilla() for lossless decoding, or a relaxed one")
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"seed is {seed}, but must be an integer from 0 to 2^63 - 1")
-    device, total, depth = target.device, target.image_tokens, drafter.depth
+    device, total, depth, layout = target.device, target.image_tokens, drafter.depth, getattr(target, "layout", None)
     clock = Clock(device)
     rule = rule.bind(target) if hasattr(rule, "bind") else rule
     relaxation = rule.schedule(depth).to(device) if hasattr(rule, "schedule") else torch.ones(depth, device=device)
@@ -157,6 +158,8 @@ def generate(
         chance = uniforms[turn % BLOCK]
         with clock.part("draft"):
             tree = drafter.propose(chance[:, : drafter.slots])
+            if layout is not None:
+                tree = replace(tree, forced=layout.at(count[:, None] + offset[:depth]))
         with clock.part("target"):
             output = target.score(tree, prompt, cache)
         with clock.part("verify"):
@@ -192,6 +195,7 @@ def generate(
         kl_per_token=None if ledger.kl is None else ledger.kl / total,
         nll_per_token=ledger.nll / total,
         seconds=clock.seconds(),
+        accepted_length_unforced=None if layout is None else ((layout.forced < 0).sum() - 1) / ledger.calls.float(),
     )
 
 

@@ -37,9 +37,34 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Tokens of an image that nobody draws, such as ends of lines.
+
+    forced: long [T], the token that must stand at each place of the image, or -1 where one of the first `codes` tokens
+    of the codebook is drawn; the others occur only where they are forced.
+    """
+
+    forced: Tensor
+    codes: int
+
+    def at(self, place: Tensor) -> Tensor:
+        """The forced token or -1 at places long [...] of the image; behind its end nothing is forced."""
+        last = len(self.forced) - 1
+        return torch.where(place <= last, self.forced[place.clamp(max=last)], -1)
+
+    def constrain(self, logits: Tensor, place: Tensor) -> Tensor:
+        """logits [B, G, N, V] of the tokens at places [B or 1, N or 1] -> those that cannot stand there get the lowest
+        number of the dtype: no mass, and unlike -inf guidance may combine two of them."""
+        forced, token = self.at(place)[..., None], torch.arange(logits.shape[-1], device=logits.device)
+        allowed = torch.where(forced < 0, token < self.codes, token == forced)
+        return logits.masked_fill(~allowed[:, None], torch.finfo(logits.dtype).min)
+
+
+@dataclass(frozen=True)
 class TargetOutput:
     """logits [B, G, N, V] in the target's dtype; hidden_states [B, G, N, H] after the target's final norm.
 
+    Logits are constrained where the target has a layout (`Layout.constrain`), hidden states never are.
     layers: by number (1 = the first) what came out of the transformer layers that `TargetModel.layers` names,
     [B, G, N, H] each.
     """
@@ -59,6 +84,7 @@ class DraftTree:
     (I = 1 + the last node that has children; without replacement among siblings).
     chosen: the children are the draft's top tokens instead of samples; draft_probs is not read, its V aside. present:
     bool [B, N] or None (= all); an absent node is never tested, and behind an absent sibling all later ones are absent.
+    forced: long [B, L], the token that the layout forces at each depth, or -1; None = no layout. `generate` adds it.
     A chain is the tree with parent (-1, 0, 1, ...).
     """
 
@@ -69,6 +95,7 @@ class DraftTree:
     present: Tensor | None = None
     depth: int = 0
     width: int = 0
+    forced: Tensor | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.parent, tuple):
@@ -128,6 +155,7 @@ class DecodeResult:
     kl_per_token: Tensor | None
     nll_per_token: Tensor
     seconds: dict[str, float] = field(default_factory=dict)
+    accepted_length_unforced: Tensor | None = None
 
 
 class Cache(Protocol):
@@ -140,8 +168,9 @@ class Cache(Protocol):
 class TargetModel(Protocol):
     """An autoregressive image model. Stateless but for the cache it hands out."""
 
-    image_tokens: int  # T, tokens that are sampled for one image
+    image_tokens: int  # T, tokens of one image, those that a layout forces included
     codebook_size: int  # V
+    layout: Layout | None  # None: every token is drawn
     hidden_size: int  # H
     layers: tuple[int, ...]  # transformer layers to show in every output, numbered from 1; none unless asked for
     layer_count: int
@@ -151,9 +180,9 @@ class TargetModel(Protocol):
     image_tokenizer: Any  # None where none was found beside the checkpoint
 
     @classmethod
-    def load(cls, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> TargetModel:
-        """From a checkpoint folder, its config.json and its weights; `load_target` then sets fingerprint, device,
-        dtype and image_tokenizer."""
+    def load(cls, folder: Path, config: dict[str, Any]) -> TargetModel:
+        """From a checkpoint folder and its config.json; `load_target` then sets fingerprint, device, dtype and
+        image_tokenizer."""
 
     folder: Path | None  # where it was loaded from
 

@@ -100,6 +100,9 @@ class Recorder:
         empty = p.new_zeros(*p.shape[:2], BINS)
         drafted = tree.tokens[:, 1:, None]
         odds = (p.gather(-1, drafted) / q.gather(-1, drafted)).squeeze(-1)
+        if tree.forced is not None:  # accepted whatever w is, as if q were far below p
+            forced = tree.forced >= 0
+            place, odds = place.masked_fill(forced[..., None], 0), odds.masked_fill(forced, math.exp(SPAN))
         if self.remaining is None:
             self.remaining = torch.full_like(seen.verification.emitted, self.image_tokens - 1)
         nll = torch.where(p > 0, -p.log(), 0.0)

@@ -316,7 +316,8 @@ PAGE = """<!doctype html>
 <h2>What the words mean</h2>
 <dl>
 <dt>Accepted length</dt><dd>Image tokens after the first, divided by the target calls that gave them; plain decoding
-has exactly 1. Tokens cut off at the image's end are not counted.</dd>
+has exactly 1. Tokens cut off at the image's end are not counted. Unforced: without those that the layout of the image
+dictates, such as ends of lines.</dd>
 <dt>Bias per token</dt><dd>For each test of a drafted token, the probability mass accepted beyond the target's; summed
 over the tests of an image, divided by its tokens. The mean of the sum bounds the total variation between the output's
 distribution and the target's. Exactly 0 for lossless rules.</dd>

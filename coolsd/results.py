@@ -42,9 +42,10 @@ def record(result: DecodeResult, index: int) -> dict[str, Any]:
     def number(values: torch.Tensor | None) -> float | None:
         return None if values is None or not bool(values[index].isfinite()) else float(values[index])
 
-    kl = result.kl_per_token
+    kl, unforced = result.kl_per_token, result.accepted_length_unforced
     return {
         "accepted_length": number(result.accepted_length),
+        **({} if unforced is None else {"accepted_length_unforced": number(unforced)}),
         "target_calls": int(result.target_calls[index]),
         "emitted": result.emitted[index][: int(result.target_calls[index])].tolist(),
         "bias_per_token": number(result.bias_per_token),
@@ -70,7 +71,8 @@ def row(
             of[index] += value
     speedup, interval = ratio([of[0] for of in batches.values()], [of[1] for of in batches.values()])
     infinite = per_image["kl_infinite"]
-    summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in MEASURED}
+    measured = [*MEASURED, *(key for key in ("accepted_length_unforced",) if key in per_image)]  # where a layout forces
+    summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in measured}
     summaries["latency_s"] = summary([own / count for _, own, count in batches.values()], statistics.fmean(
         image["latency_s"] for image in images
     ))  # fmt: skip
@@ -189,8 +191,10 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
         infinite = row["kl_infinite_fraction"]
         kl = measured(row["kl_per_token"], 4) + (f" ({infinite:.0%} infinite)" if infinite else "")
         between = " ({:.2f}-{:.2f})".format(*row["speedup_ci95"]) if intervals and row["speedup_ci95"] else ""
+        unforced = row.get("accepted_length_unforced") if intervals else None
+        length = measured(row["accepted_length"], 2) + (f" ({unforced['mean']:.2f} unforced)" if unforced else "")
         table.append([
-            row["name"], measured(row["accepted_length"], 2), measured(row["target_calls"], 1),
+            row["name"], length, measured(row["target_calls"], 1),
             measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",
             f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
             measured(row["nll_per_token"], 3), measured(row.get("nll_drift"), 3),

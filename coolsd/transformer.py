@@ -23,7 +23,10 @@ EMULATED_ROWS, PART = 6, 512  # see `product`
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a decoder. kv_heads = heads unless grouped-query attention; head_dim = hidden_size / heads."""
+    """Shape of a decoder. kv_heads = heads unless grouped-query attention; head_dim = hidden_size / heads.
+
+    qk_norm: every head's queries and keys go through a LayerNorm of its own before they are rotated (Chameleon).
+    """
 
     hidden_size: int
     layers: int
@@ -31,6 +34,7 @@ class TransformerConfig:
     intermediate_size: int
     kv_heads: int = 0
     norm_eps: float = 1e-5
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.heads:
@@ -62,6 +66,24 @@ def grid_rope(prefix: int, height: int, width: int, head_dim: int, base: float =
     table = torch.stack([angles.cos(), angles.sin()], dim=-1)
     zeros = table.new_zeros(1, *table.shape[1:])
     return torch.cat([zeros.expand(prefix, -1, -1), table, zeros.expand(spare, -1, -1)])
+
+
+def line_rope(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """Llama's rotary table of positions 0, 1, 2, ..., float32 [length, head_dim / 2, 2] (cosine, sine), on the CPU.
+
+    Llama pairs x[i] with x[i + D / 2], `rotate` x[2i] with x[2i + 1]: see `interleave`.
+    """
+    frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
+    angles = torch.outer(torch.arange(length, device="cpu").float(), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def interleave(rows: Tensor, heads: int) -> Tensor:
+    """Rows [heads * D, ...] of a query or key projection made for x[i], x[i + D / 2] -> the same for x[2i], x[2i + 1].
+
+    What attention sees of queries and keys, their products, stays the same.
+    """
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -150,12 +172,25 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class HeadNorm(nn.Module):
+    """LayerNorm of each head's D numbers, with a weight and a bias [heads, D] of its own."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, head_dim))
+        self.bias = nn.Parameter(torch.zeros(heads, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=1e-5) * self.weight + self.bias
+
+
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         heads = config.heads + 2 * config.key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_dim)
+        self.qk_norm = HeadNorm(config.heads + config.key_heads, config.head_dim) if config.qk_norm else None
         self.output = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
@@ -163,7 +198,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         heads, key_heads = self.config.heads, self.config.key_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.config.head_dim))  # [R, N, heads + 2 * key_heads, D]
-        turned = rotate(qkv[:, :, : heads + key_heads], rope)
+        turned = qkv[:, :, : heads + key_heads]
+        turned = rotate(turned if self.qk_norm is None else self.qk_norm(turned), rope)
         queries, keys, values = turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + key_heads :]
         queries = queries.transpose(1, 2)
         if cache is None:

@@ -2,6 +2,7 @@
 
 One test: a token x drawn from q is accepted with probability A(x) / q(x), A = accepted mass; after a rejection
 the token comes from G* = normalise(relu(p - A)) (Cool-SD, Theorem 2). p = target, q = draft. No host sync inside.
+Where the image's layout forces a token (`DraftTree.forced`) p is certain of it, and so is any draft of it accepted.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _verify_chain(
         mass = rule.accepted_at(tested, tree.draft_probs, relaxation[:, None], drafted)
     # u q < A, not u < A / q: no division, and a draft token without mass is never accepted
     passes = uniforms[:, :length, None] * tree.draft_probs.gather(-1, drafted) < mass
+    if tree.forced is not None:
+        passes = passes | (drafted == tree.forced[..., None])
     count = passes.squeeze(-1).cumprod(1).sum(1)  # [B], accepted drafts; test number count was rejected, if < length
 
     rows = torch.arange(count.shape[0], device=count.device)
@@ -150,6 +153,8 @@ def _verify_tree(
                 mass = rule.accepted_at(target, proposal, relaxation[depth], token)
             uniform = uniforms[rows, (child - 1).clamp(min=0)][:, None]
             passes = (uniform * proposal.gather(1, token) < mass).squeeze(1)
+            if tree.forced is not None:
+                passes = passes | (token[:, 0] == tree.forced[:, depth])
             accept, reject = test & passes, test & ~passes
             optimal: Any = None if accepted is None else residual(target, accepted)
             law = rule.resample(target, proposal, relaxation[depth], token) if own else optimal

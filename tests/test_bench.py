@@ -57,6 +57,36 @@ dtype: bfloat16
     assert found["milliseconds"]["optimizer step"]["median"] > 0 and found["bytes"]["training"] > 12 * head
 
 
+def test_the_shape_of_a_chameleon_is_measured_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("coolsd.bench.CODES", (8,))
+    monkeypatch.setattr("coolsd.bench.TABLE", (16, 5))
+    recipe = tmp_path / "bench.yaml"
+    recipe.write_text("""
+shape:
+  transformer: {hidden_size: 32, layers: 2, heads: 2, intermediate_size: 48, qk_norm: true}
+  layout: lumina
+  image_size: [64, 32]
+  codes: 7
+  vocabulary: 720
+  prompt_slots: 8
+sampling: {guidance: 3.0, top_k: 5}
+transformers: false
+repeats: 1
+device: cpu
+dtype: bfloat16
+""")
+    assert cli.main(["bench", "--config", str(recipe), "--tokens", "6", "--out", str(tmp_path / "bench.json")]) == 0
+    found = json.loads((tmp_path / "bench.json").read_text())
+    parts = {"prefill", "target call, 1 token", "target call, 6 tokens", "target call, 26 tokens"}
+    assert parts <= set(found["milliseconds"]) and found["ratios"] == {} and found["bytes"]["peak"] > 1e8
+    layer = 32 * 32 * 4 + 3 * 32 * 48 + 2 * 32
+    weights = 2 * (layer + 4 * 2 * 16) + 32 + (720 + 8) * 32  # qk-norms: weight and bias of 2 heads each, twice
+    head = layer - 32 + 32 * 64 + 32 + 32 + 8 * 32  # with the rows of the embedding that it reads
+    cache = 2 * 3 * (8 + 10) * 2 * 32
+    tables = 18 * 8 * 2 * 4 + 8 * 8 + 10 * 8  # rope, ids and layout
+    assert found["bytes"]["weights_and_cache"] == 2 * (weights + head + cache) + tables
+
+
 @pytest.mark.parametrize("tokens", ["1", "257"])
 def test_a_part_of_an_image_is_a_part(tokens, capsys):
     assert cli.main(["bench", "--tokens", tokens]) == 2

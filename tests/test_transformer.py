@@ -5,7 +5,19 @@ import math
 import pytest
 import torch
 
-from coolsd.transformer import Block, RMSNorm, Transformer, TransformerConfig, freeze, grid_rope, product, rotate
+from coolsd.transformer import (
+    Block,
+    HeadNorm,
+    RMSNorm,
+    Transformer,
+    TransformerConfig,
+    freeze,
+    grid_rope,
+    interleave,
+    line_rope,
+    product,
+    rotate,
+)
 from coolsd.tree import ancestors
 
 PLAIN = TransformerConfig(32, 2, 4, 40)
@@ -74,6 +86,37 @@ def test_block_equals_the_plain_one(rng, random_transformer, config, input_norm,
     fast = block(x, rope[None], seen.expand(2, 1, -1, -1) if masked else None)
     slow = torch.stack([slow_block(block, row, rope, seen, input_norm) for row in x])
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-5)
+
+
+def test_interleaved_rows_turn_as_llama_turns_halves(rng):
+    heads, size, x = 3, 8, torch.randn(1, 5, 24, generator=rng)
+    weights = [torch.randn(heads * size, 24, generator=rng) for _ in range(2)]
+    rope = line_rope(5, size)
+
+    def halves(weight):
+        y = (x @ weight.T).unflatten(-1, (heads, size))
+        cosine, sine = (torch.cat([rope[..., i]] * 2, -1)[None, :, None] for i in (0, 1))
+        first, second = y.chunk(2, -1)
+        return y * cosine + torch.cat([-second, first], -1) * sine
+
+    def pairs(weight):
+        return rotate((x @ interleave(weight, heads).T).unflatten(-1, (heads, size)), rope[None])
+
+    products = [torch.einsum("bnhd,bmhd->bhnm", *map(turn, weights)) for turn in (halves, pairs)]
+    torch.testing.assert_close(products[1], products[0], rtol=0, atol=1e-4)
+    shifted = rotate(pairs(weights[0]), line_rope(6, size)[None, 5:])  # only differences of positions matter
+    again = rotate(pairs(weights[1]), line_rope(6, size)[None, 5:])
+    torch.testing.assert_close(torch.einsum("bnhd,bmhd->bhnm", shifted, again), products[0], rtol=0, atol=1e-4)
+
+
+def test_each_head_has_a_norm_of_its_own(rng):
+    norm, x = HeadNorm(3, 8), torch.randn(2, 5, 3, 8, generator=rng)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_(generator=rng)
+        for head in range(3):
+            wanted = torch.nn.functional.layer_norm(x[:, :, head], (8,), norm.weight[head], norm.bias[head], 1e-5)
+            torch.testing.assert_close(norm(x)[:, :, head], wanted)
 
 
 def test_norm_is_computed_in_float32(rng):

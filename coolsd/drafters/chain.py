@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coolsd import tree as trees
 from coolsd.heads.eagle import EagleHead
-from coolsd.interfaces import DraftTree, Prompt, TargetOutput, Verification
+from coolsd.interfaces import DraftTree, Layout, Prompt, TargetOutput, Verification
 from coolsd.sampling import Sampling, draw
 
 
@@ -32,6 +32,8 @@ class HeadDrafter:
     def start(self, target: object, prompt: Prompt, output: TargetOutput, token: Tensor, sampling: Sampling) -> None:
         slots = prompt.mask.shape[-1]
         self.sampling, self.branches, self.slots_before = sampling, prompt.branches, slots
+        self.layout: Layout | None = getattr(target, "layout", None)
+        self.lag = int(self.head.config.pairing == "same")  # places that the tokens of pairs stand further back
         valid = prompt.mask.flatten(0, 1) if self.head.config.mask_prefix_pads else None
         room = slots + self.head.config.image_tokens + self.depth + 1 + self.pairs
         self.cache = self.head.transformer.new_cache(len(token) * self.branches, room, valid)
@@ -42,12 +44,17 @@ class HeadDrafter:
             self.context = self.head.shifted(prompt.inputs["context"].flatten(0, 1))
         tokens = torch.full((len(token), slots), -1, device=token.device)
         tokens[:, -1] = token
+        self.root = tokens[:, :1]
         self._pend(tokens, self.head.features(output), torch.full_like(token, slots), slots)
+        if self.head.config.text:  # the head knows captions by their tokens, in rows behind those of the codebook
+            words = self.head.config.codebook_size + prompt.inputs["ids"].flatten(0, 1)
+            self.pending[0][:, : slots if self.lag else -1] = words if self.lag else words[:, 1:]
 
     def _pend(self, tokens: Tensor, hidden_states: Tensor, count: Tensor, longest: int) -> None:
         """tokens [B, K] with the hidden states before them [B, G, K, H]; the first count[b] are real."""
+        read = torch.cat([self.root, tokens[:, :-1]], 1) if self.lag else tokens
         self.root = tokens.gather(1, (count - 1).clamp(min=0)[:, None])
-        self.pending = tokens.repeat_interleave(self.branches, 0), hidden_states.flatten(0, 1)
+        self.pending = read.repeat_interleave(self.branches, 0), hidden_states.flatten(0, 1)
         self.count = count.repeat_interleave(self.branches)
         self.longest = longest
 
@@ -61,9 +68,13 @@ class HeadDrafter:
         self.cache.keep(None, self.count, self.longest)
         return hidden[rows, self.count - 1][:, None]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[R, N, H] -> [B, G, N, V]."""
-        return self.head.logits(hidden).unflatten(0, (-1, self.branches))
+    def _logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """[R, N, H] at nodes of one depth -> [B, G, N, V], what they draft one deeper, within the target's layout."""
+        logits = self.head.logits(hidden).unflatten(0, (-1, self.branches))
+        if self.layout is None:
+            return logits
+        behind = self.cache.length[:: self.branches, None] - self.slots_before + 1  # image tokens up to the root
+        return self.layout.constrain(logits, behind + depth)
 
     def _places(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Rotary rows and context of the tokens of the next `count` pairs, or of `count` depths of a tree of pairs."""
@@ -98,12 +109,12 @@ class Chain(HeadDrafter):
             flat, mask = self.cache.place(self.pairs)
             flat, (rope, context) = flat.view(-1, self.pairs), self._places(self.pairs)
         for step in range(self.depth):
-            draft = self.sampling.probs(self._logits(hidden))  # [B, 1, V]
+            draft = self.sampling.probs(self._logits(hidden, step))  # [B, 1, V]
             token = draw(draft, uniforms[:, step : step + 1])
             drafted.append(token)
             probs.append(draft)
             if step < self.pairs:
-                pair = token.repeat_interleave(self.branches, 0)
+                pair = drafted[step + 1 - self.lag].repeat_interleave(self.branches, 0)
                 at = slice(step, step + 1)
                 seen = None if context is None else context[:, at]
                 hidden = self.head(pair, hidden, rope[:, at], mask[:, :, at], self.cache, flat[:, step], seen)

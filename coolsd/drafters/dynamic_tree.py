@@ -54,9 +54,10 @@ class DynamicTree(HeadDrafter):
         # candidate 0 is the root, then come those of depth 1, 2, ...: a parent before its children
         number = torch.zeros(batch, 1, dtype=torch.long, device=device)  # of the expanded nodes
         joint = torch.zeros(batch, 1, device=device)  # their log probability
+        drawn = self.root  # their tokens
         tokens, scores, parents, count = [], [], [], 1
         for depth in range(self.depth):
-            law = self.sampling.guided(self._logits(hidden)).log_softmax(-1)
+            law = self.sampling.guided(self._logits(hidden, depth)).log_softmax(-1)
             best = law.topk(branch, dim=-1)
             # at most 0, or rounding would put a child before its parent
             score = (joint[..., None] + best.values.clamp(max=0)).flatten(1)  # [B, expanded * branch]
@@ -71,7 +72,8 @@ class DynamicTree(HeadDrafter):
             count += score.shape[1]
             seen = torch.cat([seen[images, above], own], -1)
             flat, mask = self.cache.place(branch, seen.repeat_interleave(self.branches, 0))
-            pair = token.gather(1, going).repeat_interleave(self.branches, 0)
+            parents_drawn, drawn = drawn.gather(1, above), token.gather(1, going)
+            pair = (parents_drawn if self.lag else drawn).repeat_interleave(self.branches, 0)
             before = hidden[rows, above.repeat_interleave(self.branches, 0)]
             at = slice(depth, depth + 1)
             extra = None if context is None else context[:, at]

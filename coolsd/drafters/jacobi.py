@@ -89,7 +89,7 @@ class Jacobi:
         self.parent = trees.chain(self.depth)
 
     def start(self, target: Any, prompt: Prompt, output: TargetOutput, token: Tensor, sampling: Sampling) -> None:
-        self.sampling = sampling
+        self.sampling, self.layout = sampling, getattr(target, "layout", None)
         if self.init != "random":
             grid = getattr(getattr(target, "config", None), "grid", None)
             if grid is None:
@@ -132,17 +132,24 @@ class Jacobi:
 
     def _initial(self, drafted: Tensor, uniforms: Tensor) -> Tensor:
         """Fresh drafts for all nodes, long [B, W - 1]; drafted holds what is drawn at the nodes that are not fresh."""
-        codes = self.probs.shape[-1]
+        codes = self.probs.shape[-1] if self.layout is None else self.layout.codes
         random = (uniforms * codes).long().clamp(max=codes - 1)
         if self.init == "random":
-            return random
+            return self._laid_out(random)
         # node      R  d  e  x  x | x  x      the bar: a row of the grid begins. A fresh draft copies the nearest anchor
         # anchor    R  d  e  e  e | x  x      to its left: one that is not fresh, or the random one of the first column
         fresh = F.pad(self.fresh, (1, 0))
         column = (self.count[:, None] - 1 + self.node) % self.columns
         anchor = torch.where(~fresh | (column == 0), self.node, 0).cummax(1).values
         known = self.probs.argmax(-1) if self.init == "sample" else torch.cat([self.root, drafted], 1)
-        return torch.where(fresh, F.pad(random, (1, 0)), known).gather(1, anchor)[:, 1:]
+        return self._laid_out(torch.where(fresh, F.pad(random, (1, 0)), known).gather(1, anchor)[:, 1:])
+
+    def _laid_out(self, drafted: Tensor) -> Tensor:
+        """The drafts [B, W - 1], or what the layout forces in their place."""
+        if self.layout is None:
+            return drafted
+        forced = self.layout.at(self.count[:, None] - 1 + self.node)[:, 1:]
+        return torch.where(forced < 0, drafted, forced)
 
     def observe(self, output: TargetOutput, verification: Verification, committed: int) -> None:
         emitted = verification.emitted

@@ -130,13 +130,15 @@ class StaticTree(HeadDrafter):
         for depth, level in enumerate(self.levels):
             if depth:
                 part, at = slice(level.first - 1, level.last - 1), slice(depth - 1, depth)
-                pair = torch.cat(tokens[level.first : level.last], 1).repeat_interleave(self.branches, 0)
+                own = range(level.first, level.last)
+                read = [self.parent[node] for node in own] if self.lag else own
+                pair = torch.cat([tokens[node] for node in read], 1).repeat_interleave(self.branches, 0)
                 if level.above != list(range(hidden.shape[1])):
                     hidden = torch.cat([hidden[:, place : place + 1] for place in level.above], 1)
                 extra = None if context is None else context[:, at]
                 where = flat[:, part].reshape(-1)
                 hidden = self.head(pair, hidden, rope[:, at], mask[:, :, part], self.cache, where, extra)
-            left = self.sampling.probs(self._logits(hidden))  # [B, N of this level, V]
+            left = self.sampling.probs(self._logits(hidden, depth))  # [B, N of this level, V]
             laws.append(left)
             alive = torch.cat(present[level.first : level.last], 1)
             for drawn in level.draws:

@@ -19,6 +19,8 @@ from coolsd.interfaces import TargetOutput
 from coolsd.kv_cache import KVCache
 from coolsd.transformer import Linear, Transformer, TransformerConfig, freeze, product
 
+PAIRINGS = ("next", "same")
+
 
 @dataclass(frozen=True)
 class EagleConfig:
@@ -28,6 +30,9 @@ class EagleConfig:
     mask_prefix_pads: padded prompt slots are not attended (published heads attend them).
     context: the token embedding includes what the target adds to it for the caption (`Prompt.inputs["context"]`).
     layers: those of the target that a `MultiLayerHead` reads, numbered from 1; none for an `EagleHead`.
+    input_norm: the first layer normalises its input, too. text: rows of an embedding of its own for caption tokens;
+    with 0 all caption slots look the same. pairing: "same" pairs hidden state i with token i instead of token i + 1, as
+    LANTERN's published training code does for Chameleon's family.
     """
 
     transformer: TransformerConfig
@@ -40,6 +45,13 @@ class EagleConfig:
     mask_prefix_pads: bool = True
     context: bool = False
     layers: tuple[int, ...] = ()
+    input_norm: bool = False
+    text: int = 0
+    pairing: str = "next"
+
+    def __post_init__(self) -> None:
+        if self.pairing not in PAIRINGS:
+            raise ValueError(f"pairing is {self.pairing!r}, but must be one of {', '.join(PAIRINGS)}")
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EagleConfig:
@@ -92,9 +104,11 @@ class EagleHead(nn.Module):
             self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("lm_head", lm_head.detach(), persistent=False)
         self.register_buffer("rope", rope.detach(), persistent=False)
+        if config.text:
+            self.text_embedding = nn.Parameter(torch.zeros(config.text, size))
         self.prefix_embedding = nn.Parameter(torch.zeros(size))
         self.fc = nn.Linear(2 * size, size, bias=config.bias)
-        self.transformer = Transformer(config.transformer, final_norm=False, first_input_norm=False)
+        self.transformer = Transformer(config.transformer, final_norm=False, first_input_norm=config.input_norm)
         self._table: Tensor | None = None
         with torch.no_grad():  # start as "the next hidden state is this one": the feature half is the identity
             self.fc.weight[:, size:] = torch.eye(size)
@@ -113,19 +127,23 @@ class EagleHead(nn.Module):
         return self
 
     def prepare(self, pack: bool = True) -> EagleHead:
-        """Fold the embedding half of fc into a table [V + 1, H], so that a draft step multiplies half as much.
+        """Fold the embedding half of fc into a table [V + text + 1, H], so that a draft step multiplies half as much.
 
         For frozen weights: call it again after loading others. pack: copy them into a faster layout, too; a compiler
         does that itself.
         """
         size = self.config.transformer.hidden_size
         with torch.no_grad():
-            table = torch.cat([self.embedding, self.prefix_embedding[None]])
-            self._table = torch.nn.functional.linear(table, self.fc.weight[:, :size], self.fc.bias)
+            self._table = torch.nn.functional.linear(self._embeddings(), self.fc.weight[:, :size], self.fc.bias)
             self._feature, self._output = product(self.fc.weight[:, size:].contiguous()), product(self.lm_head)
             if pack:
                 freeze(self)
         return self
+
+    def _embeddings(self) -> Tensor:
+        """[V + text + 1, H]: image tokens, caption tokens, and last, at index -1, a caption slot as such."""
+        text = [self.text_embedding] if self.config.text else []
+        return torch.cat([self.embedding, *text, self.prefix_embedding[None]])
 
     def shifted(self, context: Tensor) -> Tensor:
         """Prompt's context [R, T + 1, H] -> [R, T + 1, H] by image tokens read: row 0 is no token, row n + 1 token n.
@@ -147,12 +165,13 @@ class EagleHead(nn.Module):
         flat: Tensor | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """tokens long [R, N] (token i + 1 of each pair; -1 = a caption slot), hidden_states [R, N, H] -> [R, N, H].
+        """tokens long [R, N] (token i + 1 of each pair; -1 = a caption slot, V + t = caption token t of a head with
+        config.text), hidden_states [R, N, H] -> [R, N, H].
 
         rope [R or 1, N, D / 2, 2]: rows i + 1 of the table. mask, cache, flat as in `Transformer`. context [R, N, H]:
         rows of `shifted` for these tokens, for a head whose config asks for it.
         """
-        table = torch.cat([self.embedding, self.prefix_embedding[None]]) if self._table is None else self._table
+        table = self._embeddings() if self._table is None else self._table
         token = table[tokens] if context is None else table[tokens] + context
         if self._table is None:
             x = self.fc(torch.cat([token, hidden_states], dim=-1))

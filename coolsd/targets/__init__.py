@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from coolsd.checkpoint import find_folder, fingerprint, read_json, read_tensors
+from coolsd.checkpoint import INDEX_BYTES, find_folder, fingerprint, read_json
 from coolsd.transformer import bfloat16_on_cpu, freeze
 
-ARCHITECTURES = {"llamagen": "coolsd.targets.llamagen:LlamaGen"}
+ARCHITECTURES = {
+    "llamagen": "coolsd.targets.llamagen:LlamaGen",
+    "chameleon": "coolsd.targets.chameleon:Chameleon",
+}
 
 
 def pick_device(device: str = "auto") -> torch.device:
@@ -75,13 +78,14 @@ def load_target(
     Raises FileNotFoundError or ValueError, naming the file, where something is missing or does not fit.
     """
     path = find_folder(folder)
-    config = read_json(path / "config.json")
+    config = read_json(path / "config.json", INDEX_BYTES)
     name = config.get("architecture")
     if name not in ARCHITECTURES:
-        raise ValueError(f"{path}/config.json has architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
+        published = "; a published model becomes a target by coolsd convert" if "model_type" in config else ""
+        raise ValueError(f"{path}/config.json has architecture {name!r}; known: {', '.join(ARCHITECTURES)}{published}")
     module, _, attribute = ARCHITECTURES[name].partition(":")
     made = fingerprint(path, verify)
-    target = getattr(import_module(module), attribute).load(path, config, read_tensors(path))
+    target = getattr(import_module(module), attribute).load(path, config)
     target.fingerprint = f"{path.resolve().name}@{made}"
     place = pick_device(device)
     target = target.to(place, pick_dtype(dtype, place)).eval().requires_grad_(False)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from coolsd import tree as trees
-from coolsd.checkpoint import load_strictly, save_checkpoint
+from coolsd.checkpoint import load_strictly, read_tensors, save_checkpoint
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
 from coolsd.kv_cache import KVCache
 from coolsd.targets.captions import ClassLabels, T5Encoder, WordEncoder
@@ -101,6 +101,7 @@ class CaptionSketch(nn.Module):
 class LlamaGen(nn.Module):
     """See `coolsd.interfaces.TargetModel` for the shapes of its methods."""
 
+    layout = None
     rope: Tensor
     image_tokenizer: Any
     caption_encoder: Any
@@ -268,12 +269,12 @@ class LlamaGen(nn.Module):
         self.fingerprint = f"{folder.name}@{save_checkpoint(folder, config, tensors, vocabulary)}"
 
     @classmethod
-    def load(cls, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> LlamaGen:
+    def load(cls, folder: Path, config: dict[str, Any]) -> LlamaGen:
         own = LlamaGenConfig.from_json(config)
         encoder: Any = ClassLabels(own.classes) if own.classes else T5Encoder(own.text_encoder, folder / "captions")
         if own.words:
             encoder = WordEncoder(Tokenizer.from_file(str(folder / "captions.json")), own.words, own.caption_dim)
         model = cls(own, encoder)
-        load_strictly(model, tensors, folder / "model.safetensors")
+        load_strictly(model, read_tensors(folder), folder / "model.safetensors")
         model.folder = folder
         return model

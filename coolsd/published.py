@@ -1,0 +1,92 @@
+"""Files that others published, read into tensors and configs.  Knows file formats; knows no model.
+
+Files are hostile: pickles are read with weights_only=True, and a shard is a plain file name in its own folder.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from coolsd.checkpoint import INDEX_BYTES, read_json
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A checkpoint about to be written. report: which of their keys became ours, and which are left."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    report: dict[str, Any]
+
+
+def read_foreign(path: Path) -> dict[str, Tensor]:
+    """Tensors of a .safetensors file or a pickle (.pt, .pth, .bin); a wrapper "model", "module" or "state_dict" opened.
+
+    Raises ValueError where the file is broken, holds anything but tensors, or is something else altogether.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, OSError, UnicodeDecodeError) as error:
+        why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} is not a whole checkpoint of tensors ({why}); download it again") from None
+    for wrapper in ("model", "module", "state_dict"):
+        if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
+            found = found[wrapper]
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{path} holds a {type(found).__name__}, not tensors by name")
+    tensors = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors by name")
+    return tensors
+
+
+def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config.json (or nothing) of a file, or of a Hugging Face folder, its shards included."""
+    if not source.is_dir():
+        beside = source.with_name("config.json")
+        return read_foreign(source), read_json(beside, INDEX_BYTES) if beside.is_file() else {}
+    config = read_json(source / "config.json", INDEX_BYTES)  # Chameleon's lists its vocabulary
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (source / index).is_file():
+            shards = sorted(set(read_json(source / index).get("weight_map", {}).values()))
+            if any(not isinstance(shard, str) or Path(shard).name != shard for shard in shards):
+                raise ValueError(f"{source / index} names a shard outside its folder")
+            tensors: dict[str, Tensor] = {}
+            for shard in shards:
+                tensors |= read_foreign(source / shard)
+            return tensors, config
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (source / name).is_file():
+            return read_foreign(source / name), config
+    raise FileNotFoundError(f"{source} has neither model.safetensors nor pytorch_model.bin")
+
+
+def layers_of(tensors: Iterable[str]) -> int:
+    return 1 + max((int(found[1]) for name in tensors if (found := LAYER.search(name))), default=-1)
+
+
+def number(config: Mapping[str, Any], name: str, source: Path) -> int:
+    value = config.get(name)
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise ValueError(f"{source}: config.json has {name} = {value!r}, but must have a positive integer")
+    return value
