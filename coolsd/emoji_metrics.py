@@ -73,8 +73,10 @@ class CaptionImageNetwork(nn.Module):
         return self.image_out(self.image(images / 127.5 - 1).mean((2, 3)))
 
     def captions(self, captions: Sequence[str]) -> Tensor:
-        """B captions -> float32 [B, features]. Raises ValueError for one without words."""
-        words, mask = self.words(captions, SLOTS)
+        """B captions -> float32 [B, features]; unknown words share one vector. Raises ValueError for one without words."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a target warns of words that it does not know, here they cost little
+            words, mask = self.words(captions, SLOTS)
         phrases = self.phrases(words.mT).mT * mask[..., None]
         return self.caption_out(phrases.sum(1) / mask.sum(1, keepdim=True))
 
@@ -167,8 +169,7 @@ class ClipEmoji(ImageMetric):
         scores: list[float] = []
         for first in range(0, len(pictures), self.batch_size):
             batch = slice(first, first + self.batch_size)
-            with torch.inference_mode(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of unknown words the target has warned
+            with torch.inference_mode():
                 images = network(torch.stack(list(squares(pictures[batch], SIZE))).to(device))
                 cosines = F.cosine_similarity(images, network.captions(captions[batch]), dim=-1)
             scores += (100 * cosines.clamp(min=0)).tolist()
