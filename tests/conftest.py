@@ -28,6 +28,7 @@ from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
 PARITY = Path(__file__).parent / "parity"
+SAID = "said"  # a property of a test's report, which comes from a worker, too
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(1)
 WORDS = {"[unknown]": 0, "a": 1, "b": 2, "c": 3}
@@ -85,6 +86,20 @@ def saved_toy(tmp_path_factory):
     head.config = dataclasses.replace(head.config, target=target.fingerprint)
     save_head(head, folder / "draft")
     return folder
+
+
+@pytest.fixture
+def say(record_property):
+    """say(text): a line below the tests' results, whether they passed or not."""
+    return lambda text: record_property(SAID, text)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, text in getattr(report, "user_properties", []):
+                if name == SAID and report.when == "call":
+                    terminalreporter.write_line(f"{report.nodeid}: {text}")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def two_sample_p_values(one, other, positions):
 
 
 @pytest.mark.slow
-def test_vanilla_chain_and_plain_decoding_have_the_same_token_marginals(liar, capsys):
+def test_vanilla_chain_and_plain_decoding_have_the_same_token_marginals(liar, say):
     # the first 3 rows of 16 tokens of 512 images; a token depends on no later one, so the rest need not be decoded
     target = coolsd.load_target("emoji/target", device="cpu", dtype="float32")
     target.image_tokens = 48
@@ -78,8 +78,7 @@ def test_vanilla_chain_and_plain_decoding_have_the_same_token_marginals(liar, ca
     plain = tokens(None, None, seed=1)
     same = two_sample_p_values(plain, tokens(chain, coolsd.Vanilla(), seed=2), positions)
     control = two_sample_p_values(plain, tokens(liar(chain, 1.0), coolsd.Vanilla(), seed=3, images=256), positions)
-    with capsys.disabled():
-        print("\np-values, plain against vanilla chain:", *(f"{p:.3f}" for p in same))
-        print("p-values, plain against a chain that lies about its draft:", *(f"{p:.1e}" for p in control))
+    say(f"p-values, plain against vanilla chain: {' '.join(f'{p:.3f}' for p in same)}")
+    say(f"p-values, plain against a chain that lies about its draft: {' '.join(f'{p:.1e}' for p in control)}")
     assert min(same) > 1e-3 / len(positions)  # Bonferroni
     assert min(control) < 1e-6
