@@ -102,9 +102,9 @@ def test_muon_and_adamw_both_descend(rng):
 
 
 @pytest.fixture
-def features(toy, rng):
+def features(toy_copy, rng):
     """A batch as data.loader makes it, of the toy target: 2 captions, one left-padded, 2 branches."""
-    target, head = toy()
+    target, head = toy_copy()
     tokens = torch.randint(5, (2, 9), generator=rng)
     prompt = target.encode(["a b c a", "b"], True)
     hidden = target.forced(prompt, tokens).hidden_states

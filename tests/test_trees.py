@@ -567,6 +567,7 @@ def test_verify_compiles_whole(kind, backend, rng, distributions):
     torch.testing.assert_close(compiled.bias, eager.bias, rtol=0, atol=1e-6)
 
 
+@dataclasses.dataclass(frozen=True)  # whose name in a test's is the same in every worker
 class Squared:
     def accept_probs(self, target_probs, draft_probs, depth):
         return (target_probs / draft_probs).clamp(max=1).sqrt()
