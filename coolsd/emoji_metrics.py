@@ -73,7 +73,7 @@ class CaptionImageNetwork(nn.Module):
         return self.image_out(self.image(images / 127.5 - 1).mean((2, 3)))
 
     def captions(self, captions: Sequence[str]) -> Tensor:
-        """B captions -> float32 [B, features]; unknown words share a vector. Raises ValueError for one without words."""
+        """B captions -> float32 [B, features]; unknown words share a vector. ValueError for one without words."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a target warns of words that it does not know, here they cost little
             words, mask = self.words(captions, SLOTS)
