@@ -110,6 +110,14 @@ class DraftTree:
     def is_chain(self) -> bool:
         return isinstance(self.parent, tuple) and self.parent == tuple(range(-1, len(self.parent) - 1))
 
+    def places(self, branches: int) -> tuple[Tensor | None, Tensor]:
+        """Ancestors as `KVCache.place` wants them, of R = B * branches rows, and depths long [N] or [R, N]."""
+        device = self.tokens.device
+        if isinstance(self.parent, tuple):
+            return None if self.is_chain else trees.ancestors(self.parent, device), trees.depths(self.parent, device)
+        ancestors = trees.ancestors(self.parent, device, self.depth).repeat_interleave(branches, 0)
+        return ancestors, ancestors.sum(-1) - 1
+
 
 @dataclass(frozen=True)
 class Verification:

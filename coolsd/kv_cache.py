@@ -12,7 +12,19 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def forced_mask(valid: Tensor, length: int) -> Tensor:
+    """Causal mask without a cache: valid bool [R, P] of the prompt, `length` tokens behind -> bool [R, 1, N, N].
+
+    A padded slot is seen by itself alone, else its softmax is empty.
+    """
+    nodes = valid.shape[1] + length
+    seen = torch.ones(nodes, nodes, dtype=torch.bool, device=valid.device).tril()
+    own = torch.eye(nodes, dtype=torch.bool, device=valid.device)
+    return (seen & F.pad(valid, (0, length), value=True)[:, None] | own)[:, None]
 
 
 class KVCache:

@@ -28,10 +28,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from coolsd import tree as trees
 from coolsd.checkpoint import Shards, check_fits
 from coolsd.interfaces import DraftTree, Layout, Prompt, TargetOutput
-from coolsd.kv_cache import KVCache
+from coolsd.kv_cache import KVCache, forced_mask
 from coolsd.transformer import Linear, Transformer, TransformerConfig, interleave, line_rope
 
 LAYOUTS = ("lumina", "anole")
@@ -242,13 +241,7 @@ class Chameleon(nn.Module):
         return output, cache
 
     def score(self, tree: DraftTree, prompt: Prompt, cache: KVCache) -> TargetOutput:
-        parent, device = tree.parent, tree.tokens.device
-        if isinstance(parent, tuple):
-            ancestors = None if tree.is_chain else trees.ancestors(parent, device)
-            depths = trees.depths(parent, device)
-        else:  # rows have trees of their own, each the same for both branches
-            ancestors = trees.ancestors(parent, device, tree.depth).repeat_interleave(prompt.branches, 0)
-            depths = ancestors.sum(-1) - 1
+        ancestors, depths = tree.places(prompt.branches)
         flat, bias = cache.place(tree.nodes, ancestors)
         slot = cache.length[:, None] + depths  # [R, N]
         x = self.embedding(self.vocabulary_ids[tree.tokens]).repeat_interleave(prompt.branches, 0)
@@ -259,10 +252,7 @@ class Chameleon(nn.Module):
         slots, length = self.config.prompt_slots, tokens.shape[1]
         ids = self.vocabulary_ids[tokens].repeat_interleave(prompt.branches, 0)
         x = self.embedding(torch.cat([prompt.inputs["ids"].flatten(0, 1), ids], dim=1))
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        valid = F.pad(prompt.mask.flatten(0, 1), (0, length), value=True)
-        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
-        mask = (seen & valid[:, None] | own)[:, None]
+        mask = forced_mask(prompt.mask.flatten(0, 1), length)
         place = torch.arange(slots + length, device=x.device)
         position = place - self._padding(prompt)
         output = self._output(x, position, mask, prompt.branches, place[None, : length + 1], slots - 1)

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from coolsd import tree as trees
 from coolsd.checkpoint import load_strictly, read_tensors, save_checkpoint
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
-from coolsd.kv_cache import KVCache
+from coolsd.kv_cache import KVCache, forced_mask
 from coolsd.targets.captions import ClassLabels, T5Encoder, WordEncoder
 from coolsd.transformer import Linear, Transformer, TransformerConfig, grid_rope
 
@@ -213,13 +212,7 @@ class LlamaGen(nn.Module):
         return output, cache
 
     def score(self, tree: DraftTree, prompt: Prompt, cache: KVCache) -> TargetOutput:
-        parent, device = tree.parent, tree.tokens.device
-        if isinstance(parent, tuple):
-            ancestors = None if tree.is_chain else trees.ancestors(parent, device)
-            depths = trees.depths(parent, device)
-        else:  # rows have trees of their own, each the same for both branches
-            ancestors = trees.ancestors(parent, device, tree.depth).repeat_interleave(prompt.branches, 0)
-            depths = ancestors.sum(-1) - 1
+        ancestors, depths = tree.places(prompt.branches)
         flat, bias = cache.place(tree.nodes, ancestors)
         position = cache.length[:, None] + depths  # [R, N]
         x = self._token_embeddings(tree.tokens, position - self.config.prompt_slots, prompt)
@@ -230,10 +223,7 @@ class LlamaGen(nn.Module):
         slots, length = self.config.prompt_slots, tokens.shape[1]
         index = torch.arange(length, device=tokens.device)[None]
         x = torch.cat([self._prompt_embeddings(prompt), self._token_embeddings(tokens, index, prompt)], dim=1)
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        valid = F.pad(prompt.mask.flatten(0, 1), (0, length), value=True)
-        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
-        mask = (seen & valid[:, None] | own)[:, None]
+        mask = forced_mask(prompt.mask.flatten(0, 1), length)
         output = self._output(x, self.rope[None, : slots + length], mask, prompt.branches, slots - 1)
         return replace(output, logits=output.logits[:, :, :-1])
 
