@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 CONFIG_BYTES = 1 << 20
 INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 1 << 24
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -96,6 +100,8 @@ def fingerprint(folder: Path, verify: bool = False) -> str:
     for name, entry in files.items():
         if Path(name).name != name:
             raise ValueError(f"{path} names {name!r}, which is not a plain file name")
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or "bytes" not in entry:
+            raise ValueError(f"{path} has no size and hash of {name}; copy the checkpoint again")
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size != entry["bytes"] or (verify and sha256(file) != entry["sha256"]):
@@ -122,6 +128,19 @@ def read_json(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
     return value
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file, of a Hugging Face index. Raises ValueError where a file is none of the index's folder."""
+    names = read_json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} has no weight_map of tensor names to file names; download it again")
+    for name in sorted(set(names.values())):
+        if Path(name).name != name or name.startswith("."):
+            raise ValueError(f"{index} names {name!r}, which is not a plain file name")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index} names {name}, which is not there; download it into {index.parent}")
+    return names
+
+
 class Shards:
     """Tensors of a Hugging Face folder, read one at a time: from model.safetensors, or the files its index names.
 
@@ -131,19 +150,12 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder, index = folder, folder / INDEX
         if index.is_file():
-            names = read_json(index, INDEX_BYTES).get("weight_map")
-            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-                raise ValueError(f"{index} has no weight_map of tensor names to file names; download it again")
+            names = weight_map(index)
         elif (folder / "model.safetensors").is_file():
             names = dict.fromkeys(self._open("model.safetensors", lambda file: list(file.keys())), "model.safetensors")
         else:
             raise ValueError(f"{folder} has neither {INDEX} nor model.safetensors; give a folder of safetensors")
         self.files: dict[str, str] = names
-        for name in sorted(set(names.values())):
-            if Path(name).name != name or name.startswith("."):
-                raise ValueError(f"{index} names {name!r}, which is not a plain file name")
-            if not (folder / name).is_file():
-                raise ValueError(f"{index} names {name}, which is not there; download it into {folder}")
 
     def _open(self, name: str, use: Callable[[Any], Any]) -> Any:
         try:
@@ -160,11 +172,25 @@ class Shards:
 
     def read(self, name: str) -> Tensor:
         """A tensor; its numbers stay in the mapped file, page by page as they are needed."""
-        return self._open(self._file(name), lambda file: file.get_tensor(name))
+        return self._weight(name, lambda file: file.get_tensor(name))
+
+    def _weight(self, name: str, use: Callable[[Any], Tensor]) -> Tensor:
+        if (tensor := self._open(self._file(name), use)).dtype not in FLOATS:  # quantised: no weights by themselves
+            raise ValueError(f"{self.folder}: {name} is {tensor.dtype}, but must be float32, bfloat16 or float16")
+        return tensor
+
+    def shape(self, name: str) -> list[int]:
+        return self._open(self._file(name), lambda file: file.get_slice(name).get_shape())
 
     def outline(self, name: str) -> Tensor:
         """The same on the meta device: shape and dtype, no numbers."""
-        return self._open(self._file(name), lambda file: file.get_tensor(name).to("meta"))
+        return self._weight(name, lambda file: file.get_tensor(name).to("meta"))
+
+
+def numbers_stored(folder: Path) -> int:
+    """How many weights a checkpoint folder has, by its files' headers alone."""
+    shards = Shards(folder)
+    return sum(math.prod(shards.shape(name)) for name in shards.files)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -184,7 +210,8 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str 
 
 
 def check_fits(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path) -> None:
-    """Raises ValueError where names or shapes are not the module's, which may be on the meta device."""
+    """Raises ValueError where names or shapes are not the module's, which may be on the meta device, or a tensor is
+    quantised: its numbers alone are not the weights."""
     own = module.state_dict()
     faults = [f"missing {key}" for key in own if key not in tensors]
     faults += [f"unknown {key}" for key in tensors if key not in own]
@@ -193,6 +220,21 @@ def check_fits(module: nn.Module, tensors: Mapping[str, Tensor], source: str | P
         for key in own
         if key in tensors and tensors[key].shape != own[key].shape
     ]
+    faults += [
+        f"{key} is {tensors[key].dtype}, expected float32, bfloat16 or float16"
+        for key in own
+        if key in tensors and own[key].is_floating_point() and tensors[key].dtype not in FLOATS
+    ]
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise ValueError(f"{source} does not fit this model: {'; '.join(faults[:8])}{more}")
+
+
+@contextmanager
+def as_told(source: str | Path) -> Iterator[None]:
+    """Raises ValueError where torch finds tensors of a stranger's file in other shapes than its config tells of."""
+    try:
+        yield
+    except (RuntimeError, TypeError, IndexError, ZeroDivisionError) as error:
+        why = str(error).strip().splitlines()[0][:160]
+        raise ValueError(f"{source}: tensors do not have the shapes that its config.json tells of ({why})") from None

@@ -19,6 +19,7 @@ from coolsd.checkpoint import (
     INDEX,
     INDEX_BYTES,
     Shards,
+    as_told,
     check_fits,
     find_folder,
     load_strictly,
@@ -30,12 +31,14 @@ from coolsd.checkpoint import (
 from coolsd.heads.eagle import EagleConfig, make_head
 from coolsd.heads.pairing import agreement
 from coolsd.image_tokenizers import vqgan
-from coolsd.published import Converted, layers_of, number, read_foreign
+from coolsd.published import Converted, layers_of, number, read_foreign, real
 from coolsd.targets import load_target
 from coolsd.targets.chameleon import (
     Chameleon,
     ChameleonConfig,
     check_codes,
+    check_size,
+    code_name,
     decoder_layer,
     ours,
     read_tokenizer,
@@ -60,7 +63,7 @@ def from_chameleon_drafter(
     own = ChameleonConfig.from_json(read_json(find_folder(folder) / "config.json"))
     heads = number({"num_attention_heads": own.transformer.heads, **config}, "num_attention_heads", source)
     key_heads = number({"num_key_value_heads": heads, **config}, "num_key_value_heads", source)
-    eps = float(config.get("rms_norm_eps", 1e-5))
+    eps = real(config, "rms_norm_eps", 1e-5, source)
     read_names: set[str] = set()
 
     def read(name: str) -> Tensor:
@@ -70,14 +73,17 @@ def from_chameleon_drafter(
         return tensors[name]
 
     embedding, fc = read("embed_tokens.weight"), read("fc.weight")
-    size, wide = embedding.shape[1], read("layers.0.mlp.gate_proj.weight").shape[0]
-    shape = TransformerConfig(size, layers_of(tensors), heads, wide, 0 if key_heads == heads else key_heads, eps, True)
-    if size != own.transformer.hidden_size or len(embedding) != own.vocabulary:
+    size, gate = own.transformer.hidden_size, read("layers.0.mlp.gate_proj.weight")
+    if list(embedding.shape) != [own.vocabulary, size]:
         raise ValueError(
             f"{source} has an embedding of {list(embedding.shape)}, but {folder} has {own.vocabulary} ids of width "
-            f"{own.transformer.hidden_size}; give the target that it drafts for"
+            f"{size}; give the target that it drafts for"
         )
-    embedding = embedding * max(1.0, float(config.get("embed_upscale") or 1))
+    shape = TransformerConfig(
+        size, layers_of(tensors), heads, gate.shape[0] if gate.ndim else 0, 0 if key_heads == heads else key_heads,
+        eps, True,
+    )  # fmt: skip
+    embedding = embedding * max(1.0, real(config, "embed_upscale", 1, source))
     named: dict[str, Tensor] = {
         "embedding": embedding[vocabulary_ids(own)],
         "text_embedding": embedding,
@@ -86,12 +92,17 @@ def from_chameleon_drafter(
     }
     if bias := "fc.bias" in tensors:
         named["fc.bias"] = read("fc.bias")
-    for layer in range(shape.layers):
-        named |= decoder_layer(read, f"layers.{layer}", f"transformer.layers.{layer}", shape)
+    with as_told(source):
+        for layer in range(shape.layers):
+            named |= decoder_layer(read, f"layers.{layer}", f"transformer.layers.{layer}", shape)
     made = EagleConfig(
         shape, own.codebook_size, own.prompt_slots, own.grid[0] * own.grid[1], bias=bias, own_embedding=True,
         input_norm=True, text=own.vocabulary, pairing="next" if pairing == "detect" else pairing,
     )  # fmt: skip
+    with torch.device("meta"):
+        slots = own.prompt_slots + own.grid[0] * own.grid[1]
+        codes, rope = torch.empty(own.codebook_size, size), torch.empty(slots, shape.head_dim // 2, 2)
+        check_fits(make_head(made, {"embedding": codes, "lm_head": codes, "rope": rope}), named, source)
     report = {
         "mapped": {name: [name] for name in sorted(read_names)},
         "unused": sorted(set(tensors) - read_names),
@@ -112,8 +123,9 @@ def from_vqgan(tensors: Mapping[str, Tensor], source: Path) -> Converted:
     own = vqgan.own_tensors(tensors)
     try:
         config = vqgan.config_of(own)
-        load_strictly(vqgan.VQGAN(config), own, source)
-    except (KeyError, ValueError) as error:
+        with torch.device("meta"):
+            check_fits(vqgan.VQGAN(config), own, source)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{source} is no VQGAN of Chameleon's: {error}") from None
     unused = sorted(name for name in tensors if name.removeprefix("model.vqmodel.") not in own)
     report = {"mapped": {name: [name] for name in own}, "unused": unused, "missing": []}
@@ -139,16 +151,20 @@ def write_chameleon(
         raise ValueError(f"{source} has {found} layers, but its config.json tells of {own.transformer.layers}")
     if not (source / "tokenizer.json").is_file():
         raise ValueError(f"{source} has no tokenizer.json; download the model's own into it")
-    read_tokenizer(source / "tokenizer.json", own)
+    known = read_tokenizer(source / "tokenizer.json", own).get_vocab()
     if isinstance(names := published.get("vocabulary_map"), dict):
         check_codes(names.get, own.codes, source / "config.json")
+        known |= names
+    if any(code_name(code) not in known for code in (0, own.codes - 1)):
+        raise ValueError(f"{source}: neither tokenizer.json nor vocabulary_map names {own.codes} image codes")
     used: set[str] = set()
 
     def read(name: str) -> Tensor:
         used.add(name)
         return shards.outline(name)
 
-    with torch.device("meta"):
+    check_size(shards, own)
+    with torch.device("meta"), as_told(source):
         check_fits(Chameleon(own, None), ours(read, own), source)
     files = sorted({shards.files[name] for name in used})
     for name in files:
@@ -198,18 +214,23 @@ def chameleon_config(
     shape = TransformerConfig(
         number(published, "hidden_size", source), number(published, "num_hidden_layers", source), heads,
         number(published, "intermediate_size", source), 0 if key_heads == heads else key_heads,
-        float(published.get("rms_norm_eps", 1e-5)), True,
+        real(published, "rms_norm_eps", 1e-5, source), True,
     )  # fmt: skip
     return ChameleonConfig(
         shape, layout, (size, size) if isinstance(size, int) else size,
-        codes=int(pixels.get("num_embeddings") or pixels.get("n_embed") or 8192),
+        codes=number({"codes": pixels.get("num_embeddings") or pixels.get("n_embed") or 8192}, "codes", source),
         vocabulary=number(published, "vocab_size", source),
-        rope_base=float(published.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_base=real({**rope, **{k: v for k, v in published.items() if v is not None}}, "rope_theta", 1e4, source),
     )  # fmt: skip
 
 
 def link(source: Path, target: Path) -> None:
     try:
         os.link(source.resolve(), target)
+        return
     except OSError:  # another disk, or one without links
+        pass
+    try:
         shutil.copyfile(source, target)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be copied to {target} ({error.strerror})") from None

@@ -114,7 +114,8 @@ def generate(
     after the prefill, and accepted_length_unforced, the same without the tokens that the target's layout forces
     (None where it has none); target_calls long [B]; emitted long [B, rounds], tokens committed per call;
     bias_per_token, kl_per_token (None for trees that relax) and nll_per_token float32 [B], the last in nats under the
-    guided, tempered distribution before top-k and top-p; seconds by part. certificates=False leaves bias and KL out.
+    guided, tempered distribution before top-k and top-p; seconds by part. All per-token means are over all T tokens,
+    forced ones included. certificates=False leaves bias and KL out. Raises ValueError where the target gives NaN.
     """
     sampling = sampling or Sampling()
     if drafter is None:
@@ -181,6 +182,11 @@ def generate(
         if progress is not None:
             progress(slowest, total)
     tokens = tokens[:, :total]
+    if bool(ledger.nll.isnan().any()):  # an image is over: here the host may wait
+        raise ValueError(
+            f"the target's logits are no numbers (NaN) in {output.logits.dtype}; decode in float32 or bfloat16, or "
+            "copy its checkpoint again"
+        )
     images = None
     if decode_images:
         with clock.part("decode_images"):

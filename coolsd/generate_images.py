@@ -22,7 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import coolsd
-from coolsd.checkpoint import find_folder, fingerprint, read_json, write_json, write_whole
+from coolsd.checkpoint import find_folder, fingerprint, numbers_stored, read_json, write_json, write_whole
 from coolsd.cli import argument_parser
 from coolsd.decode import generate
 from coolsd.heads.checkpoint import load_head
@@ -122,11 +122,14 @@ def generate_images(
     missing = [job for job in jobs if not is_made(job, made_with, overwrite)]
     cache, logits = bytes_per_image(read_json(find_folder(target) / "config.json"), sampling.branches, nodes,
                                     precision.itemsize)  # fmt: skip
-    free = free_memory(pick_device(device))
+    heads = [head] if not plain and needs_head(drafter) else []
+    weights = precision.itemsize * sum(numbers_stored(find_folder(folder)) for folder in [target, *heads])
+    free = max(0, free_memory(pick_device(device)) - weights)
     batch_size = batch_size or max(1, min(LARGEST_BATCH, len(missing), free // 2 // (cache + logits)))
     print(
         f"{len(missing)} images to make, {len(jobs) - len(missing)} already there; {cache / 1e6:.1f} MB of cache and "
-        f"{logits / 1e6:.1f} MB of logits each, {free / 1e9:.1f} GB free: batches of {batch_size}"
+        f"{logits / 1e6:.1f} MB of logits each, {free / 1e9:.1f} GB free beside the weights: "
+        f"batches of {batch_size}"
     )
     if not missing:
         return
@@ -281,7 +284,7 @@ def bytes_per_image(config: dict[str, Any], branches: int, nodes: int, itemsize:
         shape = TransformerConfig(**config["transformer"])
         slots = config["prompt_slots"] + config["grid"][0] * config["grid"][1] + nodes
         codes = config["codebook_size"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"the target's config.json does not describe a decoder: {error}") from None
     layers = shape.layers + 1  # the draft head has one
     cache = branches * slots * layers * 2 * shape.key_heads * shape.head_dim * itemsize

@@ -5,7 +5,7 @@ Files are hostile: pickles are read with weights_only=True, and a shard is a pla
 
 from __future__ import annotations
 
-import pickle
+import math
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coolsd.checkpoint import INDEX_BYTES, read_json
+from coolsd.checkpoint import INDEX_BYTES, read_json, weight_map
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -46,7 +46,7 @@ def read_foreign(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # a pickle may be broken in any way
         why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} is not a whole checkpoint of tensors ({why}); download it again") from None
     for wrapper in ("model", "module", "state_dict"):
@@ -68,11 +68,8 @@ def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config = read_json(source / "config.json", INDEX_BYTES)  # Chameleon's lists its vocabulary
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (source / index).is_file():
-            shards = sorted(set(read_json(source / index).get("weight_map", {}).values()))
-            if any(not isinstance(shard, str) or Path(shard).name != shard for shard in shards):
-                raise ValueError(f"{source / index} names a shard outside its folder")
             tensors: dict[str, Tensor] = {}
-            for shard in shards:
+            for shard in sorted(set(weight_map(source / index).values())):
                 tensors |= read_foreign(source / shard)
             return tensors, config
     for name in ("model.safetensors", "pytorch_model.bin"):
@@ -90,3 +87,11 @@ def number(config: Mapping[str, Any], name: str, source: Path) -> int:
     if type(value) is not int or not 0 < value < 1 << 31:
         raise ValueError(f"{source}: config.json has {name} = {value!r}, but must have a positive integer")
     return value
+
+
+def real(config: Mapping[str, Any], name: str, default: float, source: Path) -> float:
+    """A positive number, `default` where the config has none or null."""
+    value = default if config.get(name) is None else config[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{source}: config.json has {name} = {value!r}, but must have a positive number")
+    return float(value)

@@ -37,6 +37,12 @@ class TransformerConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "layers", "heads", "intermediate_size", "kv_heads"):
+            value, least = getattr(self, name), int(name != "kv_heads")
+            if type(value) is not int or not least <= value < 1 << 31:
+                raise ValueError(f"transformer: {name} is {value!r}, but must be an integer >= {least}")
+        if type(self.norm_eps) not in (int, float) or not 0 < self.norm_eps < 1:
+            raise ValueError(f"transformer: norm_eps is {self.norm_eps!r}, but must be a number between 0 and 1")
         if self.hidden_size % self.heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
         if self.kv_heads and self.heads % self.kv_heads:

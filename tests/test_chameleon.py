@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from transformers import ChameleonConfig as TheirConfig
 from transformers import ChameleonForConditionalGeneration
 
 import coolsd
+from coolsd.checkpoint import write_fingerprint
 from coolsd.cli import main
 from coolsd.decode import autoregressive, generate
 from coolsd.drafters.chain import Chain
@@ -32,9 +35,10 @@ from coolsd.interfaces import DraftTree, Layout
 from coolsd.replay import Recorder, Replay
 from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
 from coolsd.sampling import Sampling
-from coolsd.targets.chameleon import Chameleon, ChameleonConfig, ours
+from coolsd.targets.chameleon import Chameleon, ChameleonConfig, ours, read_tokenizer
 from coolsd.transformer import TransformerConfig
 from coolsd.tree import ancestors, chain
+from training.draft import DraftTraining
 
 PARITY = Path(__file__).parent / "parity"
 CAPTIONS = ["a b", "c", "a b c a", "b"]
@@ -121,14 +125,6 @@ def test_numbers_are_those_of_the_public_code(extra):
         keys = held[0].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # theirs turns halves, ours pairs
         torch.testing.assert_close(keys, out["out.layer0_key"], rtol=0, atol=1e-5)
         torch.testing.assert_close(held[1], out["out.layer0_value"], rtol=0, atol=1e-5)
-
-
-def test_lumina_stores_the_same_norms_in_fewer_rows_and_lantern_agrees_with_transformers():
-    compared = json.loads((PARITY / "chameleon_lantern_compare.json").read_text())["diffs"]
-    assert max(compared["lumina_a"].values()) == max(compared["anole_a"].values()) == 0.0
-    rows = [len(load_file(PARITY / f"{name}.safetensors")["sd.model.layers.0.self_attn.q_norm.weight"]) for name in (
-        "chameleon_a", "chameleon_lumina_qknorm_a")]  # fmt: skip
-    assert rows == [4, 1]
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +288,7 @@ def test_cached_steps_and_trees_equal_the_teacher_forced_pass(rng):
             torch.testing.assert_close(output.logits[row, :, node], wanted.logits[0, :, -1], rtol=0, atol=1e-4)
 
 
-def test_the_unconditional_branch_counts_its_own_positions():
+def test_the_unconditional_branch_counts_its_own_positions(tmp_path):
     lumina, anole = _pair()[0], _pair("anole")[0]
     ids = lumina.encode(["a b", "a"], guidance=True)
     assert ids.inputs["ids"][0, 1, -3:].tolist() == [8, 616, 616] and ids.mask[:, 1].sum(-1).tolist() == [3, 3]
@@ -301,9 +297,10 @@ def test_the_unconditional_branch_counts_its_own_positions():
     assert anole.encode(["a"], True).inputs["ids"][0, 0, -4:].tolist() == [0, 13, 521, 8]
     assert anole.encode(["a"], True).inputs["ids"][0, 1, -2:].tolist() == [0, 8]
     # what looks like a special token in a caption is text
-    fooled = lumina.encode(["<racm3:break>"], False).inputs["ids"][0, 0].tolist()
-    lumina.tokenizer.encode_special_tokens = True
-    assert lumina.encode(["<racm3:break>"], False).inputs["ids"][0, 0].tolist() != fooled
+    words(3).save(str(tmp_path / "tokenizer.json"))
+    special, read = words(3), read_tokenizer(tmp_path / "tokenizer.json", lumina.config)
+    one = special.encode("<racm3:break>", add_special_tokens=False).ids
+    assert len(one) == 1 and one[0] not in read.encode("<racm3:break>", add_special_tokens=False).ids
     with pytest.raises(ValueError, match="prompt slots; shorten it"):
         lumina.encode(["a " * 40], False)
     assert lumina.problem("a " * 40) == "too many tokens" and lumina.problem("a") is None
@@ -513,6 +510,50 @@ def test_images_become_tokens_and_tokens_images(converted, rng):
     assert result.images.shape == (1, 3, 4, 8) and target.codebook().shape == (6, 8)
     lantern = generate(target, ["a"], Jacobi(4), coolsd.Lantern(3, 0.5), decode_images=False)
     assert bool((lantern.tokens[:, [4, 9]] == 5).all())
+    assert target.codebook() is target.codebook() and not target.codebook().is_inference()  # so hashed once
+    with pytest.raises(ValueError, match="images are 4 x 8 pixels, but the target's are 64 x 32"):
+        target.encode_images(images.transpose(2, 3))  # as many codes
+
+
+def test_a_target_that_gives_nan_says_so(converted):
+    target = coolsd.load_target(converted[1], "cpu", "float32")
+    target.transformer.norm.weight.data[0] = math.nan
+    with pytest.raises(ValueError, match=r"no numbers \(NaN\) in torch.float32"):
+        generate(target, ["a"])
+
+
+def test_an_image_tokenizer_of_another_model_is_refused(converted, tmp_path):
+    shutil.copytree(converted[1], tmp_path / "ours")
+    VQGAN(VQGANConfig(4, 8, 8, 32, (1, 1), 1)).save(tmp_path / "ours" / "image_tokenizer")
+    with pytest.raises(ValueError, match=r"image_tokenizer has 4 codes, but .*ours has 5; put its own there"):
+        coolsd.load_target(tmp_path / "ours", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"heads": 0}, "heads is 0, but must be an integer >= 1"),
+        ({"layers": "2"}, "layers is '2'"),
+        ({"norm_eps": "x"}, "norm_eps is 'x'"),
+        ({"kv_heads": -1}, "kv_heads is -1"),
+        ({"hidden_size": 1 << 30}, "config.json tells of"),
+        ({"rope_base": "x"}, "rope_base is 'x'"),
+    ],
+)
+def test_a_hostile_config_is_one_sentence(converted, tmp_path, change, said):
+    shutil.copytree(converted[1], tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (config if "rope_base" in change else config["transformer"]).update(change)
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    names = [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        *(f"model-{n}.safetensors" for n in "012"),
+    ]
+    write_fingerprint(tmp_path / "ours", names)
+    with pytest.raises(ValueError, match=said):
+        coolsd.load_target(tmp_path / "ours", "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -617,7 +658,7 @@ def test_loading_takes_no_more_memory_than_the_checkpoint_and_a_bit(tmp_path):
     config = {"model_type": "chameleon", "vocab_size": vocabulary, "hidden_size": size, "intermediate_size": wide,
               "num_hidden_layers": layers, "num_attention_heads": 12}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    words(10).save(str(folder / "tokenizer.json"))
+    words(8192).save(str(folder / "tokenizer.json"))
     assert main(["convert", str(folder), "--layout", "anole", "--out", str(tmp_path / "ours")]) == 0
     shown = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path / "ours")], capture_output=True, text=True, check=True
@@ -684,6 +725,15 @@ def test_the_pairing_of_a_published_head_is_detected_and_decoded_with():
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
+SPOILT = {
+    "norms": ("model.layers.0.self_attn.q_norm.weight", torch.ones(3, 8)),
+    "no rows": ("model.layers.0.self_attn.q_norm.weight", torch.ones(0, 8)),
+    "quantised": ("model.layers.0.mlp.up_proj.weight", torch.ones(40, 32, dtype=torch.int8)),
+    "narrow": ("model.layers.0.self_attn.v_proj.weight", torch.ones(16, 31)),
+    "scalar": ("lm_head.weight", torch.ones(())),
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -709,6 +759,14 @@ def test_the_pairing_of_a_published_head_is_detected_and_decoded_with():
         ("norms", "must be one row per head or per shard"),
         ("rope", "scales its rotary positions"),
         ("small", "which needs ids up to"),
+        ("no codes", "neither tokenizer.json nor vocabulary_map names 5 image codes"),
+        ("many words", "has ids up to 9999, but the model has 705"),
+        ("quantised", "model.layers.0.mlp.up_proj.weight is torch.int8"),
+        ("narrow", "tensors do not have the shapes that its config.json tells of"),
+        ("scalar", "tensors do not have the shapes that its config.json tells of"),
+        ("no rows", "must be one row per head or per shard"),
+        ("epsilon", "rms_norm_eps = 'x', but must have a positive number"),
+        ("width", "model.embed_tokens.weight is [705, 32], but config.json tells of [705, 4194304]"),
     ],
 )
 def test_a_folder_that_is_none_is_one_sentence(tmp_path, capfd, kind, said):
@@ -716,7 +774,8 @@ def test_a_folder_that_is_none_is_one_sentence(tmp_path, capfd, kind, said):
     many = {"num_hidden_layers": 10**6}
     change = {"layers": many, "nonsense": {"vq_config": [1]}, "codes": {"vq_config": {"num_embeddings": 10**9}},
               "other": {"model_type": "llama"}, "swin": {"swin_norm": True}, "shape": {"intermediate_size": 48},
-              "rope": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "small": {}}  # fmt: skip
+              "rope": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "no codes": {"vocabulary_map": {}},
+              "epsilon": {"rms_norm_eps": "x"}, "width": {"hidden_size": 1 << 22}}  # fmt: skip
     published(folder, change=change.get(kind), special=300 if kind == "small" else SPECIAL)
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"]
@@ -739,10 +798,13 @@ def test_a_folder_that_is_none_is_one_sentence(tmp_path, capfd, kind, said):
         config = json.loads((folder / "config.json").read_text())
         config["vocabulary_map"] |= {"IMGIMGBZ": 6, "IMGIMGCZ": 5}
         (folder / "config.json").write_text(json.dumps(config))
-    elif kind == "norms":
-        name = "model.layers.0.self_attn.q_norm.weight"
+    elif kind in ("no codes", "many words"):
+        names = {"<unk>": 0} if kind == "no codes" else {"<unk>": 9999, "IMGIMGAZ": 4, "IMGIMGEZ": 8}
+        Tokenizer(WordLevel(names, "<unk>")).save(str(folder / "tokenizer.json"))
+    elif kind in SPOILT:
+        name, tensor = SPOILT[kind]
         held = load_file(folder / files[name])
-        save_file({**held, name: torch.ones(3, 8)}, folder / files[name])
+        save_file({**held, name: tensor}, folder / files[name])
     layout = [] if kind == "layout" else layout
     size = {
         "size": [],
@@ -757,8 +819,6 @@ def test_a_folder_that_is_none_is_one_sentence(tmp_path, capfd, kind, said):
 
 
 def test_a_folder_of_ours_that_lost_a_shard_is_one_sentence(converted, tmp_path):
-    import shutil
-
     folder = tmp_path / "ours"
     shutil.copytree(converted[1], folder)
     (folder / "model-2.safetensors").unlink()
@@ -796,6 +856,17 @@ def test_a_published_drafter_converts_with_its_target_and_decodes(converted, tmp
         result = decode(target, ["a b", "c"], drafter, Vanilla(), Sampling(guidance=2.0))
         assert bool((result.tokens[:, [4, 9]] == 5).all()) and not result.bias_per_token.any()
     assert main(["convert", str(tmp_path / "ours"), "--to", "lantern-drafter", "--out", str(tmp_path / "back")]) == 2
+    torch.save({**weights, "fc.weight": torch.ones(size, size)}, tmp_path / "theirs" / "pytorch_model.bin")
+    assert (
+        main([*arguments[:-1], str(tmp_path / "none"), "--pairing", "next"]) == 2 and not (tmp_path / "none").exists()
+    )
+    ends = {name: tensor.float() for name, tensor in target.ends().items()}
+    data = SimpleNamespace(cache=SimpleNamespace(ends=lambda: ends, folder="cache", settings=SimpleNamespace(
+        branches=2, target="any@0")))  # fmt: skip
+    training = DraftTraining(start_from=str(tmp_path / "ours"), guidance=2.0)
+    training._trainer = SimpleNamespace(strategy=None, datamodule=data)
+    with pytest.raises(ValueError, match="by their tokens"), pytest.warns(UserWarning, match="only shapes"):
+        training.configure_model()
 
 
 def test_a_head_for_chameleon_needs_its_target_to_convert(tmp_path, golden_drafter, capfd):

@@ -74,6 +74,22 @@ def test_acceptance_and_own_residual_are_those_of_the_public_code(case):
     torch.testing.assert_close(p, public, rtol=1e-5, atol=1e-7)
 
 
+def test_for_lumina_the_public_code_spares_the_target_instead():
+    """Its file for Lumina-mGPT takes the k + 1 nearest codes out of p, that for Anole (and LlamaGen's) out of q."""
+    codebook, p, q = (
+        torch.tensor([[0.0], [1.0], [2.1], [9.0]]),
+        torch.tensor([0.1, 0.3, 0.4, 0.2]),
+        torch.full((4,), 0.25),
+    )
+    for layout, wanted in ((None, [0.0, 0.3, 0.4, 0.0]), (object(), [0.0, 0.0, 0.0, 0.0])):
+        target = target_of(codebook)
+        target.layout = layout
+        law = resample(LanternPP(1, 5.0, "own").bind(target), p, q, 0)  # m = 1; its k + 1 = 2 nearest are 1 and 2
+        torch.testing.assert_close(law, p if layout else torch.tensor(wanted) / sum(wanted))
+    law = resample(LanternPP(1, 5.0, "own").bind(target), torch.tensor([0.1, 0.2, 0.2, 0.5]), q, 0)
+    torch.testing.assert_close(law, torch.tensor([0.0, 0.0, 0.0, 1.0]))
+
+
 @pytest.mark.parametrize("case", TREES["cases"], ids=lambda case: case["name"])
 def test_a_whole_tree_is_decided_as_by_the_public_code(case):
     """The sampled ten of the twelve golden trees: greedy decoding has no acceptance rule here."""

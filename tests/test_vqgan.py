@@ -105,6 +105,8 @@ def test_the_grid_need_not_be_square_and_a_saved_one_is_the_same(tiny, tmp_path)
         ({"num_res_blocks": "2"}, "num_res_blocks is '2'"),
         ({"code": 1}, "unknown .'code'."),
         ({"z_channels": 9}, "does not fit"),
+        ({"codebook_size": 1 << 40}, "does not fit"),  # and nothing that large is made
+        ({"channel_multipliers": 2}, "channel_multipliers is 2, but must be a list"),
     ],
 )
 def test_impossible_configs_are_refused(tiny, tmp_path, change, words):
@@ -141,7 +143,7 @@ def test_a_hugging_face_folder_holds_it_too(official, tmp_path):
     torch.testing.assert_close(loaded.decode(golden["out.indices"]), golden["out.decoded"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["text", "other", "half", "shape"])
+@pytest.mark.parametrize("kind", ["text", "other", "half", "shape", "scalar", "pickle"])
 def test_a_file_that_is_no_vqgan_is_one_sentence(official, tmp_path, capfd, kind):
     weights, path = dict(official[2]), tmp_path / "vqgan.ckpt"
     if kind == "text":
@@ -150,15 +152,18 @@ def test_a_file_that_is_no_vqgan_is_one_sentence(official, tmp_path, capfd, kind
         torch.save({"state_dict": {"loss.logvar": torch.zeros(())}}, path)
     elif kind == "half":
         torch.save({"state_dict": {name: value for name, value in weights.items() if "decoder" not in name}}, path)
+    elif kind == "pickle":
+        path.write_bytes(b"\x80\x02.")
+    elif kind == "scalar":
+        torch.save({"state_dict": {**weights, "encoder.conv_in.weight": torch.ones(())}}, path)
     else:
         weights["quant_conv.weight"] = weights["quant_conv.weight"][:3]
         torch.save({"state_dict": weights}, path)
     assert main(["convert", str(path), "--from", "vqgan", "--out", str(tmp_path / "out")]) == 2
     said = capfd.readouterr().err.strip()
     assert "\n" not in said and "vqgan.ckpt" in said and not (tmp_path / "out").exists()
-    assert {"text": "not a whole", "other": "no VQGAN", "half": "missing decoder", "shape": "quant_conv.weight"}[
-        kind
-    ] in said
+    words = {"half": "missing decoder", "shape": "quant_conv.weight", "other": "no VQGAN", "scalar": "no VQGAN"}
+    assert words.get(kind, "not a whole") in said
 
 
 def test_its_own_tensors_are_told_from_the_rest():

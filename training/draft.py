@@ -150,6 +150,11 @@ class DraftTraining(L.LightningModule):
         with made_whole(sharded):
             if self.hparams["start_from"] is not None:
                 head = read_head(self.hparams["start_from"], ends, settings.target)
+                if head.config.text or head.config.pairing != "next":
+                    raise ValueError(
+                        f"{self.hparams['start_from']} reads captions by their tokens, or pairs states with the tokens "
+                        "before them, as published heads do: it decodes, but training would make another function of it"
+                    )
                 width = self.hparams["intermediate_size"] or head.config.transformer.intermediate_size
                 self.head = widened(head, width)
             else:

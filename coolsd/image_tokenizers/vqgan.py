@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coolsd.checkpoint import load_strictly, read_tensors, save_checkpoint
+from coolsd.checkpoint import check_fits, read_tensors, save_checkpoint
 from coolsd.image_tokenizers.llamagen_vq import AttnBlock, Downsample, ResBlock, Upsample, group_norm
 
 GROUPS = 32
@@ -37,6 +37,8 @@ class VQGANConfig:
 
     def __post_init__(self) -> None:
         for name in ("channel_multipliers", "attention"):  # JSON gives lists
+            if not isinstance(getattr(self, name), (list, tuple)):
+                raise ValueError(f"image tokenizer config: {name} is {getattr(self, name)!r}, but must be a list")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for field in fields(self):
             value = getattr(self, field.name)
@@ -191,8 +193,11 @@ class VQGAN(nn.Module):
                 f"{folder / 'config.json'}: missing {sorted(own.keys() - config.keys())}, unknown "
                 f"{sorted(config.keys() - own.keys())}"
             )
-        model = cls(VQGANConfig(**own))  # type: ignore[arg-type]
-        load_strictly(model, read_tensors(folder), folder / "model.safetensors")
+        with torch.device("meta"):  # a stranger's config may tell of any size
+            model = cls(VQGANConfig(**own))  # type: ignore[arg-type]
+        tensors = read_tensors(folder)
+        check_fits(model, tensors, folder / "model.safetensors")
+        model.load_state_dict(tensors, assign=True)
         return model
 
 

@@ -28,6 +28,7 @@ class _Neighbourhood(ABC):
     k: int
     bound: float
     resampling: str
+    spares_target: bool = False  # no field either: see `resample`
     neighbours: Tensor  # int32 [V, min(k + 1, V - 1)], nearest first; no field, so that no report lists it
 
     def _check_k(self) -> None:
@@ -51,6 +52,7 @@ class _Neighbourhood(ABC):
                 f"{len(codebook)} codes has that many others"
             )
         bound = copy.copy(self)
+        object.__setattr__(bound, "spares_target", getattr(target, "layout", None) is not None)
         table = neighbours(codebook, min(self.k + 1, len(codebook) - 1), getattr(target, "folder", None))
         object.__setattr__(bound, "neighbours", table)
         return bound
@@ -91,7 +93,8 @@ class _Neighbourhood(ABC):
 
         normalise(relu(p - d)), d = q; where m > 0, d is 0 at the first k + 1 codes near the token (not at those m that
         were added; k + 1 because the code counts the token itself, which its table leaves out) and is not normalised.
-        Hence m = 0 is the vanilla residual, but m > 0 without any mass (p = 0 there) is not.
+        Hence m = 0 is the vanilla residual, but m > 0 without any mass (p = 0 there) is not. For a target that forces
+        tokens (Lumina-mGPT) the public code has a file of its own, where at those k + 1 codes p is 0 instead of d.
         The public code gives a uniform law over the vocabulary where nothing is owed, and NaN where siblings hold all
         of q: here both give p. A token without draft mass leaves p as it is. Its dynamic trees remove the token and
         its k + 1 nearest codes from p instead; here one-hot tests of chosen drafts follow the static rule too.
@@ -99,7 +102,8 @@ class _Neighbourhood(ABC):
         _, some = self._added_at(target_probs, token)
         near = self.neighbours[token[:, 0]].long()
         spared = torch.zeros_like(draft_probs, dtype=torch.bool).scatter(1, near, True) & some
-        law = residual(target_probs, draft_probs.masked_fill(spared, 0))
+        kept = target_probs if self.spares_target else torch.zeros_like(draft_probs)  # relu(p - p) = relu(0 - d) = 0
+        law = residual(target_probs, torch.where(spared, kept, draft_probs))
         return torch.where(draft_probs.gather(1, token) > 0, law, target_probs)
 
 

@@ -18,6 +18,7 @@ these rows of lm_head only. Ids behind the codes follow their number, so that sm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from coolsd.checkpoint import Shards, check_fits
+from coolsd.checkpoint import Shards, as_told, check_fits
 from coolsd.interfaces import DraftTree, Layout, Prompt, TargetOutput
 from coolsd.kv_cache import KVCache, forced_mask
 from coolsd.transformer import Linear, Transformer, TransformerConfig, interleave, line_rope
@@ -60,10 +61,12 @@ class ChameleonConfig:
         object.__setattr__(self, "image_size", tuple(self.image_size))  # JSON and YAML give lists
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}, but must be one of {', '.join(LAYOUTS)}")
-        for name, most in (("codes", self.vocabulary), ("vocabulary", 1 << 24), ("prompt_slots", 1 << 16)):
+        for name, most in (("vocabulary", 1 << 24), ("codes", self.vocabulary), ("prompt_slots", 1 << 16)):
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= most:
                 raise ValueError(f"{name} is {value!r}, but must be an integer from 1 to {most}")
+        if type(self.rope_base) not in (int, float) or not 1 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base is {self.rope_base!r}, but must be a number above 1")
         unit = GRID if self.layout == "lumina" else PATCH
         if len(self.image_size) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in self.image_size):
             raise ValueError(
@@ -160,6 +163,7 @@ class Chameleon(nn.Module):
         self.register_buffer("vocabulary_ids", vocabulary_ids(config), persistent=False)
         self.register_buffer("forced_tokens", forced.flatten(), persistent=False)
         object.__setattr__(self, "image_tokenizer", image_tokenizer)  # not a part of this module's weights
+        self._made: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -177,6 +181,7 @@ class Chameleon(nn.Module):
         rope = self.rope
         super()._apply(fn, recurse)
         self.rope = rope.to(self.rope.device)  # positions stay exact whatever the weights' dtype
+        self._made.clear()
         if self.image_tokenizer is not None:
             self.image_tokenizer.to(self.rope.device)
         return self
@@ -265,6 +270,13 @@ class Chameleon(nn.Module):
         return torch.cat([start, ids, torch.full_like(ids[:, :1], self.config.end_of_image)], dim=1)
 
     def encode_images(self, images: Tensor) -> Tensor:
+        """Raises ValueError for images of another shape: as many codes, but another image."""
+        width, height = self.config.image_size
+        if images.shape[-1] * height != images.shape[-2] * width:
+            raise ValueError(
+                f"images are {images.shape[-1]} x {images.shape[-2]} pixels, but the target's are {width} x {height}; "
+                "set the dataset's size to the target's"
+            )
         codes = self.image_tokenizer.encode_images(images)
         if self.layout is None or codes.shape[1] != self.rows * (self.columns - 1):
             return codes
@@ -283,13 +295,21 @@ class Chameleon(nn.Module):
             raise ValueError(
                 f"target {self.fingerprint} has no image tokenizer, so no codebook; convert it with --tokenizer"
             )
-        codes = self.image_tokenizer.raw_codebook()
-        return F.pad(codes, (0, 0, 0, self.codebook_size - self.config.codes), value=FAR)
+        ends = self.codebook_size - self.config.codes
+        raw = self.image_tokenizer.raw_codebook
+        return self._once("codebook", lambda: F.pad(raw().detach(), (0, 0, 0, ends), value=FAR))
+
+    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Made once, for as long as the weights stay where they are: who has seen the tensor knows it again."""
+        if name not in self._made:
+            with torch.inference_mode(False):
+                self._made[name] = make()
+        return self._made[name]
 
     def ends(self) -> dict[str, Tensor]:
         """What training a draft head needs of this target: the cache carries it, so `fit` never loads the target."""
         return {
-            "embedding": self.embedding.weight[self.vocabulary_ids],
+            "embedding": self._once("embedding", lambda: self.embedding.weight.detach()[self.vocabulary_ids]),
             "norm": cast(Tensor, self.transformer.norm.weight),
             "lm_head": self.lm_head.weight,
             "rope": self.rope,
@@ -299,10 +319,12 @@ class Chameleon(nn.Module):
     def load(cls, folder: Path, config: dict[str, Any]) -> Chameleon:
         """From Hugging Face's safetensors, tensor by tensor: no more than one of them is in memory twice."""
         own = ChameleonConfig.from_json(config)
-        tokenizer = read_tokenizer(folder / "tokenizer.json", own)
+        tokenizer, shards = read_tokenizer(folder / "tokenizer.json", own), Shards(folder)
+        check_size(shards, own)
         with torch.device("meta"):
             model = cls(own, tokenizer)
-        tensors = ours(Shards(folder).read, own)
+        with as_told(folder):
+            tensors = ours(shards.read, own)
         check_fits(model, tensors, folder)
         model.load_state_dict(tensors, assign=True)
         model.folder = folder
@@ -318,7 +340,8 @@ def vocabulary_ids(config: ChameleonConfig) -> Tensor:
 def read_tokenizer(path: Path, config: ChameleonConfig) -> Tokenizer:
     """The checkpoint's tokenizer; what looks like a special token in a caption is text.
 
-    Raises ValueError where it is none, or a code of the image has another id than decoding counts on, or none at all.
+    Raises ValueError where it is none, or an image code has another id than decoding counts on, or words have ids
+    that the vocabulary has not.
     """
     if config.last_id >= config.vocabulary:
         raise ValueError(
@@ -330,19 +353,34 @@ def read_tokenizer(path: Path, config: ChameleonConfig) -> Tokenizer:
     except Exception as error:  # the library raises nothing more precise
         raise ValueError(f"{path} is no tokenizer ({error}); copy the checkpoint's own tokenizer.json there") from None
     check_codes(tokenizer.token_to_id, config.codes, path)
+    if (last := max(tokenizer.get_vocab().values(), default=0)) >= config.vocabulary:
+        raise ValueError(
+            f"{path} has ids up to {last}, but the model has {config.vocabulary}; copy the checkpoint's own there"
+        )
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
+def code_name(code: int) -> str:
+    """What Chameleon's vocabulary calls a code: IMGIMG..Z, its digits written A to J."""
+    return f"IMGIMG{str(code).translate(str.maketrans('0123456789', 'ABCDEFGHIJ'))}Z"
+
+
 def check_codes(id_of: Callable[[str], int | None], codes: int, path: Path) -> None:
-    """Code n is called IMGIMG..Z, its digits written A to J: where it has an id, it must be n + 4."""
+    """Where code n has an id, it must be n + 4."""
     for code in range(codes):
-        name = f"IMGIMG{str(code).translate(str.maketrans('0123456789', 'ABCDEFGHIJ'))}Z"
-        if (found := id_of(name)) not in (None, code + FIRST_CODE):
+        if (found := id_of(code_name(code))) not in (None, code + FIRST_CODE):
             raise ValueError(
-                f"{path}: image code {code} ({name}) has id {found}, but Chameleon's is {code + FIRST_CODE}; "
-                "this is the vocabulary of another model"
+                f"{path}: image code {code} ({code_name(code)}) has id {found}, but Chameleon's is "
+                f"{code + FIRST_CODE}; this is the vocabulary of another model"
             )
+
+
+def check_size(shards: Shards, config: ChameleonConfig) -> None:
+    """Before anything is made as large as a stranger's config tells."""
+    found, told = list(shards.shape("model.embed_tokens.weight")), [config.vocabulary, config.transformer.hidden_size]
+    if found != told:
+        raise ValueError(f"{shards.folder}: model.embed_tokens.weight is {found}, but config.json tells of {told}")
 
 
 def ours(read: Read, config: ChameleonConfig) -> dict[str, Tensor]:
@@ -369,7 +407,7 @@ def decoder_layer(read: Read, theirs: str, name: str, shape: TransformerConfig) 
 
     def norm(kind: str, heads: int, part: str) -> Tensor:
         stored = read(f"{theirs}.self_attn.{kind}_norm.{part}")
-        if stored.ndim != 2 or heads % len(stored):
+        if stored.ndim != 2 or not len(stored) or heads % len(stored):
             raise ValueError(
                 f"{theirs}.self_attn.{kind}_norm.{part} is {list(stored.shape)}, but must be one row per head or per "
                 f"shard of {heads} heads"
