@@ -109,7 +109,7 @@ def counter_uniforms(seed: int, rows: Tensor, first_round: int, rounds: int, slo
 def counter_bits(seed: int, rows: Tensor, first_round: int, rounds: int, slots: int) -> Tensor:
     """The same as 64 random bits each, long [rounds, B, slots]."""
     device = rows.device
-    key = mix(mix(torch.tensor(seed, dtype=torch.int64, device=device)) ^ rows)[None, :, None]
+    key = mix(mix(torch.full((), seed, device=device)) ^ rows)[None, :, None]  # made there: a copy would wait
     key = mix(key ^ torch.arange(first_round, first_round + rounds, device=device)[:, None, None])
     return mix(key ^ torch.arange(slots, device=device))
 

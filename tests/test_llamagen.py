@@ -290,6 +290,13 @@ def test_any_caption_is_encoded_or_refused_in_a_sentence(text_encoder):
         T5Encoder(str(text_encoder / "nowhere"))(["cat"], 6)
 
 
+def test_a_text_encoder_that_is_loaded_works_whatever_device_its_target_goes_to(text_encoder):
+    encoder = T5Encoder(str(text_encoder), dtype=torch.float32)
+    before, _ = encoder(["a cat"], 6)
+    encoder.device = torch.device("meta")
+    assert torch.equal(encoder(["a cat"], 6)[0], before)
+
+
 @pytest.mark.parametrize("guidance", [False, True])
 def test_a_class_prompts_as_a_caption_of_one_slot(guidance, rng):
     config = LlamaGenConfig(TransformerConfig(32, 2, 2, 48), 5, (3, 3), 1, classes=10)

@@ -271,7 +271,7 @@ class DraftTraining(L.LightningModule):
                 weight = self.hparams["rollout_decay"] ** depth
                 loss, weights = loss + weight * self._weighed(losses), weights + weight
         loss = loss / weights
-        if not torch.isfinite(loss):
+        if not torch.isfinite(loss):  # the one host sync of a step, before it spoils the weights
             which = batch["index"].tolist()
             raise ValueError(
                 f"loss is {loss.item()} at step {self.global_step}, samples {which}; lower model.learning_rate, and go "

@@ -117,7 +117,7 @@ class T5Encoder:
     def _run(self, text: str, slots: int) -> Tensor:
         tokenizer, model = self._load()
         tokens = tokenizer(text, max_length=slots, truncation=True, add_special_tokens=True, return_tensors="pt")
-        ids = tokens["input_ids"].to(self.device)
+        ids = tokens["input_ids"].to(model.device)  # once loaded, it stays where it is
         return model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].float().cpu()
 
     def _load(self) -> tuple[Any, Any]:
