@@ -699,7 +699,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(checkpoint
 def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(checkpoint, tmp_path):
     """With one thread each: float32 sums depend on how many threads share them. 65 samples: an odd number of passes."""
     zero = ["training.strategies.DeepSpeedCPUStrategy", "--trainer.strategy.stage", "3"]
-    runs = [("one", 1, ["auto"], ()), ("ddp", 2, ["ddp"], ()), ("zero", 2, zero, ()),
+    runs = [("one", 1, ["auto"], ()), ("ddp", 2, ["ddp"], ()),
             ("begun", 1, ["auto"], ("--trainer.limit_predict_batches", "9")), ("begun", 2, zero, ())]  # fmt: skip
     for name, devices, strategy, more in runs:
         command = [sys.executable, *extraction(checkpoint, tmp_path / name, devices, strategy, *more)]
@@ -712,7 +712,7 @@ def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(ch
     assert len(hashes(tmp_path / "one")) == 17
     nodes = extraction(checkpoint, tmp_path / "nodes", 1, zero, "--trainer.num_nodes", "2")
     assert in_two_nodes(nodes) == [0, 0]
-    for name in ("ddp", "zero", "begun", "nodes"):
+    for name in ("ddp", "begun", "nodes"):  # the nodes are two processes of ZeRO-3 from the start
         assert hashes(tmp_path / name) == hashes(tmp_path / "one")
 
 
