@@ -21,7 +21,7 @@ from transformers import ChameleonConfig as TheirConfig
 from transformers import ChameleonForConditionalGeneration
 
 import coolsd
-from coolsd.checkpoint import write_fingerprint
+from coolsd.checkpoint import numbers_stored, write_fingerprint
 from coolsd.cli import main
 from coolsd.decode import autoregressive, generate
 from coolsd.drafters.chain import Chain
@@ -567,11 +567,15 @@ def test_half_precision_keeps_the_layout_and_stays_near(converted, dtype):
     assert 0 < float((laws[0] - laws[1]).abs().max()) < 0.1
 
 
-def test_generate_estimates_its_memory_and_tells_both_lengths(converted, tmp_path):
+def test_generate_estimates_its_memory_and_tells_both_lengths(converted, tmp_path, capfd):
+    stored = [load_file(path) for path in converted[1].glob("*.safetensors")]  # files that hold VQGAN's weights, too
+    ours_only = [tensor for file in stored for name, tensor in file.items() if ".vqmodel." not in name]
+    assert numbers_stored(converted[1]) == sum(map(torch.Tensor.numel, ours_only))
     arguments = ["generate", "a b", "--plain", "--target", str(converted[1]), "--device", "cpu"]
     assert main([*arguments, "--sampling.guidance", "2", "--out", str(tmp_path)]) == 0
     image = json.loads((tmp_path / "stats.json").read_text())["images"][0]
     assert image["accepted_length"] == 1.0 and image["accepted_length_unforced"] == pytest.approx(7 / 9)
+    assert "GB free beside the weights: batches of 1" in capfd.readouterr().out
 
 
 def test_evaluate_tells_both_lengths(converted, tmp_path):

@@ -153,7 +153,8 @@ class DraftTraining(L.LightningModule):
                 if head.config.text or head.config.pairing != "next":
                     raise ValueError(
                         f"{self.hparams['start_from']} reads captions by their tokens, or pairs states with the tokens "
-                        "before them, as published heads do: it decodes, but training would make another function of it"
+                        "before them, as published heads do: training would make another function of it; leave out "
+                        "model.start_from to train a head from scratch"
                     )
                 width = self.hparams["intermediate_size"] or head.config.transformer.intermediate_size
                 self.head = widened(head, width)
