@@ -176,12 +176,11 @@ def random_pair(
             head = EagleHead(config, ends["embedding"], ends["lm_head"], ends["rope"]).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
-    head.prepare(pack=not compile)
+    head.prepare()
+    freeze(target)
     if compile:
         target.transformer.compile(dynamic=False)
         head.transformer.compile(dynamic=False)
-    else:
-        freeze(target)
     return target, head
 
 

@@ -28,8 +28,9 @@ def forced_mask(valid: Tensor, length: int) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of all layers: [layers, R * slots, 2 * kv_heads, head_dim] (keys first, then values).
+    """Keys and values of each layer: [R * slots, 2 * kv_heads, head_dim] (keys first, then values).
 
+    A tensor a layer: a compiler writes in place into a whole tensor, and copies the whole for a part of it.
     valid: bool [R, P] or None, which of the first P slots may be attended (left padding may not, except by itself).
     `longest` is the host's upper bound of the rows' lengths: attention stops there, so the empty end costs nothing.
     """
@@ -47,7 +48,8 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         self.rows, self.slots, self.kv_heads = rows, slots, kv_heads
-        self.store = torch.zeros(layers, rows * slots, 2 * kv_heads, head_dim, dtype=dtype, device=device)
+        shape = (rows * slots, 2 * kv_heads, head_dim)
+        self.stores = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
         self.step = 32  # attention reads a multiple of this many slots; `slots` gives compiled code one shape
@@ -81,12 +83,12 @@ class KVCache:
             seen = (relative < 0) | among & (relative >= 0) & (relative < size)
         if self.valid is not None:
             seen = seen & (self.valid[:, None, :reach] | (relative == offset[None, :, None]))
-        mask = torch.zeros(seen.shape, dtype=self.store.dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+        mask = torch.zeros(seen.shape, dtype=self.stores[0].dtype, device=seen.device).masked_fill_(~seen, -math.inf)
         return flat, mask[:, None]
 
     def write(self, layer: int, keys_values: Tensor, flat: Tensor, reach: int) -> tuple[Tensor, Tensor]:
         """keys_values [R, N, 2 * kv_heads, D] into the flat slots; returns keys and values [R, kv_heads, reach, D]."""
-        store = self.store[layer]
+        store = self.stores[layer]
         store.index_copy_(0, flat, keys_values.reshape(-1, 2 * self.kv_heads, store.shape[-1]))
         view = store.view(self.rows, self.slots, 2, self.kv_heads, -1)[:, :reach].permute(2, 0, 3, 1, 4)
         return view[0], view[1]
@@ -98,7 +100,9 @@ class KVCache:
         """
         if path is not None:
             base = self.first_slot + self.length[:, None]
-            target = base + torch.arange(path.shape[1], device=path.device)
-            self.store.index_copy_(1, target.view(-1), self.store.index_select(1, (base + path).view(-1)))
+            target = (base + torch.arange(path.shape[1], device=path.device)).view(-1)
+            source = (base + path).view(-1)
+            for store in self.stores:
+                store.index_copy_(0, target, store.index_select(0, source))
         self.length = self.length + count
         self.longest = longest

@@ -121,7 +121,7 @@ def test_numbers_are_those_of_the_public_code(extra):
     torch.testing.assert_close(hidden, out["out.tree_hidden"], rtol=0, atol=1e-5)
     if not extra:
         torch.testing.assert_close(target.lm_head(hidden), out["out.tree_logits"][..., 4:68], rtol=0, atol=1e-4)
-        held = cache.store[0].view(2, 16, 2, 4, 16).permute(2, 0, 3, 1, 4)
+        held = cache.stores[0].view(2, 16, 2, 4, 16).permute(2, 0, 3, 1, 4)
         keys = held[0].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # theirs turns halves, ours pairs
         torch.testing.assert_close(keys, out["out.layer0_key"], rtol=0, atol=1e-5)
         torch.testing.assert_close(held[1], out["out.layer0_value"], rtol=0, atol=1e-5)

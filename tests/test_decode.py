@@ -13,6 +13,7 @@ from coolsd.decode import autoregressive, generate
 from coolsd.drafters.chain import Chain
 from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
 from coolsd.sampling import Sampling
+from coolsd.transformer import freeze
 
 CAPTIONS = ["a b", "c", "a b c a", "b", "a a"]
 SAMPLINGS = [
@@ -282,8 +283,9 @@ def test_compiled_decodes_the_same_tokens(toy_copy):
     sampling = Sampling(guidance=2.0)
     runs = [(None, None), (Chain(head, 3), Vanilla()), (Chain(head, 3), CoolSD(1.5))]
     eager = [decode(target, CAPTIONS, *run, sampling) for run in runs]
+    freeze(target)
     target.transformer.compile(dynamic=False)  # what load_target(compile=True) does
-    head.prepare(pack=False).transformer.compile(dynamic=False)  # what load_head(compile=True) does
+    head.prepare().transformer.compile(dynamic=False)  # what load_head(compile=True) does
     for run, before in zip(runs, eager, strict=True):
         after = decode(target, CAPTIONS, *run, sampling)
         assert torch.equal(after.tokens, before.tokens) and torch.equal(after.emitted, before.emitted)

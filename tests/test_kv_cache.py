@@ -86,12 +86,13 @@ def test_no_room_is_an_error_that_names_the_numbers():
 
 def test_keep_moves_a_path_and_leaves_the_rest(rng):
     cache = new_cache()
-    cache.store.copy_(torch.randn(cache.store.shape, generator=rng))
+    for store in cache.stores:
+        store.copy_(torch.randn(store.shape, generator=rng))
     cache.keep(None, torch.tensor([5, 7, 3]), 7)
-    before = cache.store.clone().view(2, 3, 40, 4, 4)
+    before = torch.stack(cache.stores).view(2, 3, 40, 4, 4)
     path = torch.tensor([[0, 1, 3, 6], [0, 2, 5, 5], [0, 0, 0, 0]])
     cache.keep(path, torch.tensor([4, 2, 0]), 11)
-    after = cache.store.view(2, 3, 40, 4, 4)
+    after = torch.stack(cache.stores).view(2, 3, 40, 4, 4)
     assert cache.length.tolist() == [9, 9, 3] and cache.longest == 11
     assert torch.equal(after[:, 0, 5:9], before[:, 0, [5, 6, 8, 11]])
     assert torch.equal(after[:, 1, 7:9], before[:, 1, [7, 9]])
@@ -101,7 +102,7 @@ def test_keep_moves_a_path_and_leaves_the_rest(rng):
 
 def store_of(cache, row):
     length = int(cache.length[row])
-    return cache.store.view(cache.store.shape[0], cache.rows, cache.slots, -1)[:, row, :length]
+    return torch.stack(cache.stores).view(len(cache.stores), cache.rows, cache.slots, -1)[:, row, :length]
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from coolsd.transformer import (
     Block,
@@ -203,7 +205,9 @@ def test_impossible_shapes_are_refused():
         TransformerConfig(32, 1, 4, 8, kv_heads=3)
 
 
-def test_frozen_products_are_the_same_and_thaw(rng):
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_frozen_products_are_the_same_and_thaw(rng, monkeypatch, small):
+    monkeypatch.setattr("coolsd.transformer.SMALL", small)
     model = Transformer(TransformerConfig(32, 2, 2, 48)).eval().requires_grad_(False)
     x, rope = torch.randn(3, 5, 32, generator=rng), grid_rope(0, 3, 3, 16)[None, :5]
     plain = model(x, rope)
@@ -215,6 +219,38 @@ def test_frozen_products_are_the_same_and_thaw(rng):
     with torch.no_grad():
         model.layers[0].attention.qkv.weight.add_(1)
         assert not torch.allclose(model.train()(x, rope), plain)  # training reads the weights themselves
+
+
+@pytest.mark.parametrize("one_tensor", [False, True])
+def test_a_compiler_copies_no_cache_and_keeps_frozen_products(rng, one_tensor):
+    """Of a layer's size is only what becomes of the layer itself, which a compiler does in place. The control, layers
+    that are parts of one tensor, makes more of that size: copies."""
+    model = Transformer(TransformerConfig(32, 2, 2, 48)).eval().requires_grad_(False)
+    freeze(model)
+    x, rope, graphs = torch.randn(3, 5, 32, generator=rng), grid_rope(0, 3, 3, 16)[None, :5], []
+
+    def collect(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def run(forward):
+        cache = model.new_cache(3, 40)
+        if one_tensor:
+            cache.stores = torch.stack(cache.stores)
+        flat, mask = cache.place(5)
+        return forward(x, rope, mask, cache, flat)
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        found = run(torch.compile(model, backend=aot_autograd(fw_compiler=collect), dynamic=False, fullgraph=True))
+        torch.testing.assert_close(found, run(model), rtol=0, atol=1e-5)
+    nodes, size = list(graphs[0].graph.nodes), 3 * 40 * 4 * 16
+    assert sum(node.target == torch.ops.coolsd.frozen_linear.default for node in nodes) == 2 * 4
+    made = [
+        node.meta["val"] for node in nodes if node.op == "call_function" and not getattr(node.target, "is_view", True)
+    ]
+    large = sum(isinstance(value, torch.Tensor) and value.numel() >= size for value in made)
+    assert (large == 2) != one_tensor
 
 
 @pytest.mark.parametrize("rows", [1, 6, 50])

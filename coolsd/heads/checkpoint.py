@@ -29,7 +29,7 @@ def load_head(folder: str | Path, target: Any, verify: bool = False, compile: bo
     """
     head = read_head(folder, target.ends(), target.fingerprint, verify)
     show_layers(target, head.config.layers)
-    head = head.to(target.device, target.dtype).eval().requires_grad_(False).prepare(pack=not compile)
+    head = head.to(target.device, target.dtype).eval().requires_grad_(False).prepare()
     if compile:
         head.transformer.compile(dynamic=False)
     return head

@@ -126,18 +126,16 @@ class EagleHead(nn.Module):
             self._table = None  # it would not follow the weights
         return self
 
-    def prepare(self, pack: bool = True) -> EagleHead:
+    def prepare(self) -> EagleHead:
         """Fold the embedding half of fc into a table [V + text + 1, H], so that a draft step multiplies half as much.
 
-        For frozen weights: call it again after loading others. pack: copy them into a faster layout, too; a compiler
-        does that itself.
+        For frozen weights: call it again after loading others.
         """
         size = self.config.transformer.hidden_size
         with torch.no_grad():
             self._table = torch.nn.functional.linear(self._embeddings(), self.fc.weight[:, :size], self.fc.bias)
             self._feature, self._output = product(self.fc.weight[:, size:].contiguous()), product(self.lm_head)
-            if pack:
-                freeze(self)
+            freeze(self)
         return self
 
     def _embeddings(self) -> Tensor:

@@ -99,8 +99,7 @@ def load_target(
                 raise ValueError(f"{candidate} has {codes} codes, but {path} has {expected}; put its own there")
             object.__setattr__(target, "image_tokenizer", made_for)
             break
+    freeze(target)
     if compile:
         target.transformer.compile(dynamic=False)
-    else:
-        freeze(target)
     return target
