@@ -179,8 +179,8 @@ def random_pair(
     head.prepare()
     freeze(target)
     if compile:
-        target.transformer.compile(dynamic=False)
-        head.transformer.compile(dynamic=False)
+        target.transformer.compile_frozen()
+        head.transformer.compile_frozen()
     return target, head
 
 

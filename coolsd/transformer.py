@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from coolsd.kv_cache import KVCache
 
 PACKED_BYTES = 1 << 24  # larger weights are not kept twice
-SMALL = 1 << 20  # multiplications below which oneDNN takes longer to begin than MKL to end
+SMALL = 1 << 20  # multiplications that another library ends before oneDNN begins (measured on one AMD with AVX2)
 EMULATED_ROWS, PART = 6, 512  # see `product`
+GRAPHS = 256  # compiled shapes before torch gives up and runs them uncompiled; its own 8 do for two drafters
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """x -> x W^T, fast, for a weight that no longer changes; no gradients.
 
     On a CPU in float32 it goes through a copy in oneDNN's own layout: with few rows, which decoding is made of, that
-    takes up to half less time than MKL (AMD with AVX2, 12 rows, 256 x 1408: 0.19 ms against 0.29), but never less than
-    0.07 ms; MKL's W x^T takes half of that where a product is `SMALL`. An x86 that does not multiply bfloat16 itself
-    reads the weight once for each row; from `EMULATED_ROWS` on parts of it are made float32 instead, each small enough
-    to stay in the processor's cache (1280 x 3840: 12 rows in 0.6 of the time, 240 in 0.17).
+    takes a third less time than x W^T (AMD with AVX2, 12 rows, 256 x 1408: 0.19 ms against 0.29), but never less than
+    0.07 ms; W x^T takes half of that where a product is `SMALL` (2 rows, 256 x 256: 0.03 ms). An x86 that does not
+    multiply bfloat16 itself reads the weight once for each row; from `EMULATED_ROWS` on parts of it are made float32
+    instead, each small enough to stay in the processor's cache (1280 x 3840: 12 rows in 0.6 of the time, 240 in 0.17).
     """
     emulated = "AVX" in torch.backends.cpu.get_cpu_capability() and not bfloat16_on_cpu()
     if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16) and emulated:
@@ -148,17 +148,23 @@ def _by_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """x W^T; `freeze` makes it faster without gradients, until the weight moves or is trained."""
+    """x W^T; `freeze` makes it faster without gradients, until the weight moves, is loaded, trained or copied."""
 
     product: Callable[[Tensor], Tensor] | None = None
-    key = 0
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def freeze(self) -> None:
-        self.product, self.key = product(self.weight), next(KEYS)
-        FROZEN[self.key] = self
+        self.product = product(self.weight)
+        FROZEN[self.weight.data_ptr()] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "product": None}  # of a copy
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.product = None
+        super()._load_from_state_dict(*arguments)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
         self.product = None
@@ -175,24 +181,24 @@ class Linear(nn.Linear):
             return self.product(x)
         if self.weight.device.type != "cpu":
             return super().forward(x)
-        return torch.ops.coolsd.frozen_linear(x, self.weight, self.key)
+        return torch.ops.coolsd.frozen_linear(x, self.weight)
 
 
 # Compilers cannot look into oneDNN's layout: to them a frozen product on the CPU is one opaque operation.
-KEYS = count(1)
-FROZEN: WeakValueDictionary[int, Linear] = WeakValueDictionary()
+FROZEN: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by where the weight lies
 OPERATIONS = torch.library.Library("coolsd", "DEF")
-OPERATIONS.define("frozen_linear(Tensor x, Tensor weight, int key) -> Tensor")
+OPERATIONS.define("frozen_linear(Tensor x, Tensor weight) -> Tensor")
 
 
 @torch.library.impl(OPERATIONS, "frozen_linear", "CPU")
-def _frozen_linear(x: Tensor, weight: Tensor, key: int) -> Tensor:
-    linear = FROZEN.get(key)  # a copy of a module outlives what was frozen
-    return F.linear(x, weight) if linear is None or linear.product is None else linear.product(x)
+def _frozen_linear(x: Tensor, weight: Tensor) -> Tensor:
+    linear = FROZEN.get(weight.data_ptr())
+    known = linear is not None and linear.product is not None and linear.weight.data_ptr() == weight.data_ptr()
+    return linear.product(x) if known else F.linear(x, weight)  # type: ignore[union-attr, misc]
 
 
 @torch.library.register_fake("coolsd::frozen_linear", lib=OPERATIONS)
-def _frozen_linear_shape(x: Tensor, weight: Tensor, key: int) -> Tensor:
+def _frozen_linear_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -320,6 +326,13 @@ class Transformer(nn.Module):
             if shown is not None and index + 1 in shown:
                 shown[index + 1] = x
         return self.norm(x)
+
+    def compile_frozen(self) -> None:
+        """torch.compile for decoding: each shape of input is a graph, of which target and head share `GRAPHS`."""
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, GRAPHS)
+        self.compile(dynamic=False)
 
     def new_cache(self, rows: int, slots: int, valid: Tensor | None = None) -> KVCache:
         weight = next(self.parameters())

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from coolsd.decode import autoregressive, generate
 from coolsd.drafters.chain import Chain
@@ -281,14 +282,17 @@ def test_bias_bounds_the_distance_of_whole_images(toy, rule):
 def test_compiled_decodes_the_same_tokens(toy_copy):
     target, head = toy_copy(layers=1)  # small: each shape of input is a graph, and a graph costs seconds
     sampling = Sampling(guidance=2.0)
-    runs = [(None, None), (Chain(head, 3), Vanilla()), (Chain(head, 3), CoolSD(1.5))]
+    runs = [(None, None), (Chain(head, 3), Vanilla()), (Chain(head, 3), CoolSD(1.5)), (Chain(head, 2), Vanilla())]
+    torch._dynamo.reset()
+    counters.clear()
     eager = [decode(target, CAPTIONS, *run, sampling) for run in runs]
     freeze(target)
-    target.transformer.compile(dynamic=False)  # what load_target(compile=True) does
-    head.prepare().transformer.compile(dynamic=False)  # what load_head(compile=True) does
+    target.transformer.compile_frozen()  # what load_target(compile=True) does
+    head.prepare().transformer.compile_frozen()  # what load_head(compile=True) does
     for run, before in zip(runs, eager, strict=True):
         after = decode(target, CAPTIONS, *run, sampling)
         assert torch.equal(after.tokens, before.tokens) and torch.equal(after.emitted, before.emitted)
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 8  # none fell back to eager
 
 
 def test_bfloat16_decodes_and_stays_near(toy_copy):

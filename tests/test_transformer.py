@@ -1,5 +1,6 @@
 """The decoder against slow plain implementations of RMSNorm, RoPE, (grouped-query) attention and SwiGLU."""
 
+import copy
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from coolsd.transformer import (
     Block,
     HeadNorm,
+    Linear,
     RMSNorm,
     Transformer,
     TransformerConfig,
@@ -216,15 +218,35 @@ def test_frozen_products_are_the_same_and_thaw(rng, monkeypatch, small):
         frozen = model(x, rope)
         assert any(part.product is not None for part in model.modules() if hasattr(part, "product"))
         torch.testing.assert_close(frozen, plain, rtol=0, atol=1e-5)
+    other = Transformer(model.config).eval().requires_grad_(False)
+    for changed in (copy.deepcopy(model), model):
+        changed.load_state_dict(other.state_dict())
+        with torch.inference_mode():  # a copy and loaded weights are not what was frozen
+            torch.testing.assert_close(changed(x, rope), other(x, rope), rtol=0, atol=1e-5)
+    freeze(model)
     with torch.no_grad():
         model.layers[0].attention.qkv.weight.add_(1)
-        assert not torch.allclose(model.train()(x, rope), plain)  # training reads the weights themselves
+        assert not torch.allclose(model.train()(x, rope), other(x, rope))  # training reads the weights themselves
+
+
+def test_a_compiled_product_is_the_weights_own(rng):
+    first, x = Linear(8, 5).requires_grad_(False), torch.randn(2, 8, generator=rng)
+    first.freeze()
+    second = copy.deepcopy(first)
+    first.train()
+    first.weight.add_(1)
+    first.freeze()
+    with torch.inference_mode():
+        for linear in (first, second):
+            given = torch.ops.coolsd.frozen_linear(x, linear.weight)
+            torch.testing.assert_close(given, x @ linear.weight.T, rtol=0, atol=1e-6)
+            torch.testing.assert_close(linear(x), given, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("one_tensor", [False, True])
 def test_a_compiler_copies_no_cache_and_keeps_frozen_products(rng, one_tensor):
-    """Of a layer's size is only what becomes of the layer itself, which a compiler does in place. The control, layers
-    that are parts of one tensor, makes more of that size: copies."""
+    """In the graph that a compiler gets, only what becomes of a layer is of the layer's size. The control, layers that
+    are parts of one tensor, makes more of that size: copies."""
     model = Transformer(TransformerConfig(32, 2, 2, 48)).eval().requires_grad_(False)
     freeze(model)
     x, rope, graphs = torch.randn(3, 5, 32, generator=rng), grid_rope(0, 3, 3, 16)[None, :5], []

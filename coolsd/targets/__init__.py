@@ -101,5 +101,5 @@ def load_target(
             break
     freeze(target)
     if compile:
-        target.transformer.compile(dynamic=False)
+        target.transformer.compile_frozen()
     return target
