@@ -176,7 +176,7 @@ class Shards:
 
     def _weight(self, name: str, use: Callable[[Any], Tensor]) -> Tensor:
         if (tensor := self._open(self._file(name), use)).dtype not in FLOATS:  # quantised: no weights by themselves
-            raise ValueError(f"{self.folder}: {name} is {tensor.dtype}, but must be float32, bfloat16 or float16")
+            raise ValueError(f"{self.folder}: {name} is {tensor.dtype}, but must be floats of 16 to 64 bits")
         return tensor
 
     def shape(self, name: str) -> list[int]:
@@ -221,7 +221,7 @@ def check_fits(module: nn.Module, tensors: Mapping[str, Tensor], source: str | P
         if key in tensors and tensors[key].shape != own[key].shape
     ]
     faults += [
-        f"{key} is {tensors[key].dtype}, expected float32, bfloat16 or float16"
+        f"{key} is {tensors[key].dtype}, expected floats of 16 to 64 bits"
         for key in own
         if key in tensors and own[key].is_floating_point() and tensors[key].dtype not in FLOATS
     ]
@@ -236,5 +236,7 @@ def as_told(source: str | Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, IndexError, ZeroDivisionError) as error:
-        why = str(error).strip().splitlines()[0][:160]
+        why = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
         raise ValueError(f"{source}: tensors do not have the shapes that its config.json tells of ({why})") from None

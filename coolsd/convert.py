@@ -27,8 +27,8 @@ from torch import Tensor
 
 from coolsd.checkpoint import (
     Shards,
+    check_fits,
     find_folder,
-    load_strictly,
     read_json,
     read_tensors,
     save_checkpoint,
@@ -48,7 +48,7 @@ from coolsd.heads.eagle import EagleConfig
 from coolsd.image_reward import from_published, our_names, to_json
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.image_tokenizers.vqgan import own_tensors
-from coolsd.published import Converted, layers_of, number, read_foreign, read_source
+from coolsd.published import Converted, layers_of, number, read_foreign, read_source, real
 from coolsd.targets.llamagen import LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 
@@ -212,7 +212,7 @@ def from_llamagen(tensors: dict[str, Tensor], source: Path, image_size: int | No
 def from_lantern(tensors: dict[str, Tensor], config: dict[str, Any], source: Path) -> Converted:
     found = to_ours(tensors, LANTERN, lambda name: name.startswith("class_embedding"), source)
     heads, key_heads = (number(config, name, source) for name in ("num_attention_heads", "num_key_value_heads"))
-    shape = transformer_config(found, heads, key_heads, float(config.get("rms_norm_eps", 1e-5)), source)
+    shape = transformer_config(found, heads, key_heads, real(config, "rms_norm_eps", 1e-5, source), source)
     side = round(number(config, "block_size", source) ** 0.5)
     if side * side != config["block_size"]:
         raise ValueError(f"{source}/config.json: block_size {config['block_size']} is not a square of tokens")
@@ -227,7 +227,7 @@ def from_drafter(tensors: dict[str, Tensor], config: dict[str, Any], source: Pat
     if heads is None:
         heads = number(config, "num_attention_heads", source)
     key_heads = int(config.get("num_key_value_heads") or heads)
-    shape = transformer_config(found, heads, key_heads, float(config.get("rms_norm_eps", 1e-6)), source)
+    shape = transformer_config(found, heads, key_heads, real(config, "rms_norm_eps", 1e-6, source), source)
     kind = config.get("input_type", "t2i")
     if kind not in DRAFTER_GRIDS:
         raise ValueError(f"{source}/config.json: input_type is {kind!r}; known are {', '.join(DRAFTER_GRIDS)}")
@@ -259,9 +259,10 @@ def from_tokenizer(tensors: dict[str, Tensor], source: Path, image_size: int | N
             z_channels=len(tensors["encoder.conv_out.weight"]), channels=channels,
             channel_multipliers=tuple(width // channels for width in widths), num_res_blocks=blocks,
         )  # fmt: skip
-    except (KeyError, ValueError) as error:
+        with torch.device("meta"):
+            check_fits(LlamaGenVQ(config), tensors, source)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{source} is no LlamaGen image tokenizer: {error}") from None
-    load_strictly(LlamaGenVQ(config), tensors, source)
     report = {"mapped": {name: [name] for name in tensors}, "unused": unused, "missing": []}
     return Converted({"type": "llamagen_vq", **asdict(config)}, tensors, report)
 

@@ -128,7 +128,7 @@ def generate_images(
     batch_size = batch_size or max(1, min(LARGEST_BATCH, len(missing), free // 2 // (cache + logits)))
     print(
         f"{len(missing)} images to make, {len(jobs) - len(missing)} already there; {cache / 1e6:.1f} MB of cache and "
-        f"{logits / 1e6:.1f} MB of logits each, {free / 1e9:.1f} GB free beside the weights: "
+        f"{logits / 1e6:.1f} MB of logits each, {free / 1e9:.1f} GB free beside target and head: "
         f"batches of {batch_size}"
     )
     if not missing:

@@ -30,7 +30,7 @@ from coolsd.targets.chameleon import Chameleon, ChameleonConfig
 from coolsd.transformer import TransformerConfig
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch was built without CUDA")
-ROOT = str(Path(__file__).parents[1])
+OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("coolsd", "data", "training", "tests"))
 GPU = torch.device("cuda", 0)
 CAPTIONS = ["a b", "a b c a"]
 MASKED = ("index", "index_put_")  # their indices may be masks
@@ -79,7 +79,7 @@ class Distance(FakeTensorMode):
         self.waits = []  # the line of this repository that each was for
 
     def wait(self, *_):
-        stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ROOT)]
+        stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(OURS)]
         frame = next(frame for frame in reversed(stack) if frame.name not in ("wait", "tolist", "__torch_dispatch__"))
         self.waits.append(f"{Path(frame.filename).name}: {frame.line}")
 

@@ -163,7 +163,7 @@ class Chameleon(nn.Module):
         self.register_buffer("vocabulary_ids", vocabulary_ids(config), persistent=False)
         self.register_buffer("forced_tokens", forced.flatten(), persistent=False)
         object.__setattr__(self, "image_tokenizer", image_tokenizer)  # not a part of this module's weights
-        self._made: dict[str, Tensor] = {}
+        self._made: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -296,20 +296,24 @@ class Chameleon(nn.Module):
                 f"target {self.fingerprint} has no image tokenizer, so no codebook; convert it with --tokenizer"
             )
         ends = self.codebook_size - self.config.codes
-        raw = self.image_tokenizer.raw_codebook
-        return self._once("codebook", lambda: F.pad(raw().detach(), (0, 0, 0, ends), value=FAR))
+        raw = self.image_tokenizer.raw_codebook()
+        return self._once("codebook", raw, lambda: F.pad(raw.detach(), (0, 0, 0, ends), value=FAR))
 
-    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Made once, for as long as the weights stay where they are: who has seen the tensor knows it again."""
-        if name not in self._made:
+    def _once(self, name: str, weight: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Made of a weight once, until that is another or changes: who has seen the tensor knows it again."""
+        source, before, made = self._made.get(name, (None, 0, weight))
+        version = 0 if weight.is_inference() else weight._version
+        if source is not weight or version != before:
             with torch.inference_mode(False):
-                self._made[name] = make()
-        return self._made[name]
+                made = make()
+            self._made[name] = weight, version, made
+        return made
 
     def ends(self) -> dict[str, Tensor]:
         """What training a draft head needs of this target: the cache carries it, so `fit` never loads the target."""
+        embedding = self.embedding.weight
         return {
-            "embedding": self._once("embedding", lambda: self.embedding.weight.detach()[self.vocabulary_ids]),
+            "embedding": self._once("embedding", embedding, lambda: embedding.detach()[self.vocabulary_ids]),
             "norm": cast(Tensor, self.transformer.norm.weight),
             "lm_head": self.lm_head.weight,
             "rope": self.rope,
