@@ -193,8 +193,9 @@ OPERATIONS.define("frozen_linear(Tensor x, Tensor weight) -> Tensor")
 @torch.library.impl(OPERATIONS, "frozen_linear", "CPU")
 def _frozen_linear(x: Tensor, weight: Tensor) -> Tensor:
     linear = FROZEN.get(weight.data_ptr())
-    known = linear is not None and linear.product is not None and linear.weight.data_ptr() == weight.data_ptr()
-    return linear.product(x) if known else F.linear(x, weight)  # type: ignore[union-attr, misc]
+    if linear is None or linear.product is None or linear.weight.data_ptr() != weight.data_ptr():
+        return F.linear(x, weight)  # a copy, or another weight in its place
+    return linear.product(x)
 
 
 @torch.library.register_fake("coolsd::frozen_linear", lib=OPERATIONS)
