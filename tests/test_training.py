@@ -371,7 +371,27 @@ def test_validation_tells_every_depth_and_the_length_that_follows(features):
     assert 0 <= found["val/top1"] <= found["val/top3"] <= 1
 
 
-@pytest.mark.parametrize(("settings", "said"), [({"rollout": 0}, "rollout is 0"), ({"rollout_decay": 0}, "decay is 0")])
+def test_the_first_steps_are_eagle1s_and_the_others_are_not(features, monkeypatch):
+    """Loss and gradients before and from `eagle1_steps` on are those of the two recipes."""
+    head, batch = features
+    weights = [weight for weight in head.train().requires_grad_(True).parameters() if weight.requires_grad]
+
+    def step(at, **settings):
+        monkeypatch.setattr(DraftTraining, "global_step", at)
+        loss = training_of(head, **settings).training_step(batch, 0)
+        return [loss, *torch.autograd.grad(loss, weights, allow_unused=True)]
+
+    whole = {"rollout": 2, "acceptance_weight": 5.0, "guided_weight": 0.5}
+    eagle1, later = step(0), step(0, **whole)
+    assert abs(eagle1[0] - later[0]) > 0.1
+    torch.testing.assert_close(step(2, eagle1_steps=3, **whole), eagle1, rtol=0, atol=0)
+    torch.testing.assert_close(step(3, eagle1_steps=3, **whole), later, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"rollout": 0}, "rollout is 0"), ({"rollout_decay": 0}, "decay is 0"), ({"eagle1_steps": -1}, "steps is -1")],
+)
 def test_a_rollout_has_limits(settings, said):
     with pytest.raises(ValueError, match=said):
         DraftTraining(**settings)

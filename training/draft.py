@@ -81,6 +81,8 @@ class DraftTraining(L.LightningModule):
     - acceptance_weight * sum min(q, w p) of it, the acceptance itself (EAGLE-1: both 0); w = 1, or by `relaxation`.
     rollout: depths, of which all but the first read the head's own predictions, as a chain does (EAGLE-1: 1); depth s
     counts rollout_decay ** s. relaxation: a rule with a schedule, such as coolsd.CoolSD, whose acceptance is wanted.
+    eagle1_steps: optimizer steps that come first, on EAGLE-1's two losses at one depth: an untrained head gains nothing
+    from the others.
 
     start_from: folder of a head to go on training, whose shape counts; a larger intermediate_size widens it.
     intermediate_size 0 = that head's, or 8/3 of the hidden size.
@@ -106,6 +108,7 @@ class DraftTraining(L.LightningModule):
         acceptance_weight: float = 0.0,
         rollout: int = 1,
         rollout_decay: float = 1.0,
+        eagle1_steps: int = 0,
         relaxation: Any = None,
         start_from: str | None = None,
         guidance: float = 1.0,
@@ -123,6 +126,8 @@ class DraftTraining(L.LightningModule):
             raise ValueError(f"rollout is {rollout} depths, but must be 1 to 16")
         if not 0 < rollout_decay <= 1:
             raise ValueError(f"rollout_decay is {rollout_decay}, but must be in (0, 1]")
+        if eagle1_steps < 0:
+            raise ValueError(f"eagle1_steps is {eagle1_steps}, but must be >= 0")
         self.save_hyperparameters(ignore=["relaxation"])
         self.masses = CatMetric()
         self.schedule = None if relaxation is None else relaxation.schedule(max(DEPTHS, rollout))
@@ -225,9 +230,9 @@ class DraftTraining(L.LightningModule):
             "feature": masked_mean(feature_loss(predicted, goal.hidden), trained),
             "classification": masked_mean(soft_cross_entropy(logits, goal.probs), trained),
         }
-        if self.hparams["guided_weight"]:
+        if self.hparams["guided_weight"] and not self._eagle1():
             losses["guided"] = masked_mean(soft_cross_entropy(draft, goal.guided), both)
-        learns, wanted = torch.is_grad_enabled(), self.hparams["acceptance_weight"] != 0
+        learns, wanted = torch.is_grad_enabled(), self.hparams["acceptance_weight"] != 0 and not self._eagle1()
         if wanted or not learns or (depth == 0 and self._shown()):
             with torch.set_grad_enabled(learns and wanted):
                 q = draft.float().softmax(-1)
@@ -257,7 +262,8 @@ class DraftTraining(L.LightningModule):
         rope = self.head.rope[None, 1 : 1 + hidden.shape[1]]
         cache = RolloutCache(self.head.config.transformer.layers)
         flat = torch.empty(0, device=hidden.device)  # for a real cache
-        depths = self.hparams["rollout"] if stage == "train" else max(DEPTHS, self.hparams["rollout"])
+        trained_depths = 1 if self._eagle1() else self.hparams["rollout"]
+        depths = trained_depths if stage == "train" else max(DEPTHS, trained_depths)
         goal = self._goal(rows["target_hidden"], branches)
         loss, weights, found = torch.zeros((), device=hidden.device), 0.0, []
         for depth in range(depths):
@@ -268,7 +274,7 @@ class DraftTraining(L.LightningModule):
             losses = checkpoint(self._losses, *arguments, use_reentrant=False) if again else self._losses(*arguments)
             hidden = shifted(predicted, hidden)
             found.append(losses)
-            if depth < self.hparams["rollout"]:
+            if depth < trained_depths:
                 weight = self.hparams["rollout_decay"] ** depth
                 loss, weights = loss + weight * self._weighed(losses), weights + weight
         loss = loss / weights
@@ -298,7 +304,7 @@ class DraftTraining(L.LightningModule):
         loss = self.hparams["feature_weight"] * losses["feature"]
         loss = loss + self.hparams["classification_weight"] * losses["classification"]
         loss = loss + self.hparams["guided_weight"] * losses.get("guided", 0.0)
-        if self.hparams["acceptance_weight"]:
+        if self.hparams["acceptance_weight"] and not self._eagle1():
             loss = loss - self.hparams["acceptance_weight"] * losses.get("relaxed", losses["acceptance"])
         return loss
 
@@ -318,6 +324,10 @@ class DraftTraining(L.LightningModule):
                 value = self.trainer.strategy.reduce(value.detach(), reduce_op="mean")
             bar = name in ("loss", "acceptance")
             self.log(f"{stage}/{name}", value, prog_bar=bar, batch_size=samples, sync_dist=stage != "train")
+
+    def _eagle1(self) -> bool:
+        """Whether training is still on EAGLE-1's losses alone."""
+        return self.global_step < self.hparams["eagle1_steps"]
 
     def _shown(self) -> bool:
         """Whether someone looks at this step."""
