@@ -179,8 +179,8 @@ def random_pair(
     head.prepare()
     freeze(target)
     if compile:
-        target.transformer.compile_frozen()
-        head.transformer.compile_frozen()
+        target.transformer.compile_shapes()
+        head.transformer.compile_shapes()
     return target, head
 
 

@@ -178,9 +178,11 @@ def explain(message: str, known: Iterable[str]) -> str:
         return message
     word = next(found for found in unknown.groups() if found)
     if in_class:
-        known = _init_arguments(in_class[1])
+        known = [*_init_arguments(in_class[1]), "class_path", "init_args"]
     group = re.search(r"Group '([\w.]+)'", message)
-    return f"{message}; {nearest(f'{group[1]}.{word}' if group else word, known, 'see --help')}"
+    sections = {name.split(".")[0] for name in known}
+    section = nearest(word.split(".")[0], sections, "see --help") if "." in word else "see --help"
+    return f"{message}; {nearest(f'{group[1]}.{word}' if group else word, known, section)}"
 
 
 def _init_arguments(class_path: str) -> list[str]:

@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from html import escape
@@ -26,6 +27,7 @@ from coolsd.results import agreement, cells, comparison, half, header, markdown,
 PROMPTS_SHOWN = 16
 DIALS = ("delta", "k")  # of a rule: what moves along its curve
 PICTURE = 256  # pixels, at most; larger ones are shown smaller
+DRAWN = 8  # prompts of the figure of images
 PARTS = {"prefill": "#9aa5b1", "draft": "#e8a33d", "target": "#3b6fb6", "verify": "#7a4fa3", "decode_images": "#5aa469"}
 
 
@@ -33,8 +35,9 @@ def write(folder: Path, results: dict[str, Any]) -> None:
     """report.html, table.md and figures/, as PNG and SVG, into the folder of results.json."""
     figures = (("chart", chart(results)), ("tradeoff", tradeoff(results)), ("positions", heat_map(results)))
     drawn = {name: figure for name, figure in figures if figure}
+    sheet = images(folder, results)
     (folder / "figures").mkdir(exist_ok=True)
-    for name, figure in drawn.items():
+    for name, figure in (drawn | ({"images": sheet} if sheet else {})).items():
         for kind in ("png", "svg"):
             write_whole(folder / "figures" / f"{name}.{kind}", partial(figure.savefig, format=kind))
     page = html(folder, results, {name: png(figure) for name, figure in drawn.items()})
@@ -110,9 +113,7 @@ def table_html(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def grid(folder: Path, results: dict[str, Any]) -> str:
     """The same prompts in rows, the methods in columns."""
-    columns = [row["per_image"] for row in results["rows"]]
-    files = [{p: f for p, f in zip(of["prompt"], of["file"], strict=True) if f} for of in columns]
-    folders = [row.get("folder", folder) for row in results["rows"]]
+    folders, files = pictures(folder, results)
     head = "<th></th>" + "".join(f"<th>{escape(row['name'])}</th>" for row in results["rows"])
     body = ""
     for prompt, caption in enumerate(results["captions"][:PROMPTS_SHOWN]):
@@ -122,6 +123,48 @@ def grid(folder: Path, results: dict[str, Any]) -> str:
             body += f'<td><img alt="{escape(caption)}"{source}></td>' if source else "<td></td>"
         body += "</tr>"
     return f'<div class="wide"><table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def pictures(folder: Path, results: dict[str, Any]) -> tuple[list[Path], list[dict[int, str]]]:
+    """Of each method its run's folder, and the first file of each prompt that has one."""
+    rows = results["rows"]
+    found: list[dict[int, str]] = [{} for _ in rows]
+    for row, files in zip(rows, found, strict=True):
+        for prompt, file in zip(row["per_image"]["prompt"], row["per_image"]["file"], strict=True):
+            if file:
+                files.setdefault(prompt, file)
+    return [row.get("folder", folder) for row in rows], found
+
+
+def images(folder: Path, results: dict[str, Any]) -> Any:
+    """The pictures of the first prompts, a row a method; None where a run kept none."""
+    from matplotlib.figure import Figure
+
+    folders, files = pictures(folder, results)
+    captions = results["captions"][:DRAWN]
+    shown = [number for number, of in enumerate(files) if any(prompt in of for prompt in range(len(captions)))]
+    if not shown:
+        return None
+    figure = Figure(figsize=(1.7 + 1.05 * len(captions), 0.5 + 1.05 * len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown), len(captions), squeeze=False)
+    for line, number in zip(axes, shown, strict=True):
+        row, of = results["rows"][number], files[number]
+        for prompt, (axis, caption) in enumerate(zip(line, captions, strict=True)):
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+            if prompt in of:
+                with Image.open(io.BytesIO(picture(folders[number], of[prompt]))) as image:
+                    axis.imshow(np.asarray(image))
+            if line is axes[0]:
+                axis.set_title(wrapped(caption, 16, 4), fontsize=7)
+        name = f"{wrapped(row['name'], 18, 3)}\n{row['speedup']:.2f}x"
+        line[0].set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
+    return figure
+
+
+def wrapped(words: str, width: int, lines: int) -> str:
+    """In so many lines at most, none of it read as mathematics."""
+    return textwrap.fill(words, width, max_lines=lines, placeholder=" ...").replace("$", r"\$")
 
 
 def picture(folder: Path, name: str) -> bytes:

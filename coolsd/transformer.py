@@ -328,8 +328,8 @@ class Transformer(nn.Module):
                 shown[index + 1] = x
         return self.norm(x)
 
-    def compile_frozen(self) -> None:
-        """torch.compile for decoding: each shape of input is a graph, of which target and head share `GRAPHS`."""
+    def compile_shapes(self) -> None:
+        """torch.compile, each shape of input a graph, of which all transformers of the process share `GRAPHS`."""
         from torch._dynamo import config
 
         config.recompile_limit = max(config.recompile_limit, GRAPHS)

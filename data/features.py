@@ -229,7 +229,7 @@ class FeatureCacheWriter:
         if len(samples) != len(indices):
             raise ValueError(f"shard {shard} takes {len(indices)} samples, not {len(samples)}")
         for index, sample in zip(indices, samples, strict=True):
-            _check_sample(index, sample, settings)
+            check_sample(index, sample, settings)
         rows = [row for sample in samples for row in sample.hidden_states]
         captions = [sample.caption.encode(errors="replace") for sample in samples]
         states = {"hidden_states": torch.cat([torch.zeros(0, settings.hidden_size), *rows])}
@@ -389,7 +389,7 @@ class FeatureCache:
                 raise ValueError(f"{path} does not match its sha256; delete it with its .sha256 file and extract again")
         self.ends()
         for index in range(len(self)):
-            _check_sample(index, self[index], self.settings)
+            check_sample(index, self[index], self.settings)
 
 
 class _Shard:
@@ -486,7 +486,9 @@ def shard_name(shard: int) -> str:
 
 
 def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
-    """One cache of the samples of several, in an order that mixes them, always the same; resumes like an extraction.
+    """One cache of the samples of several, mixed, each as far from the end as in its own: the last ones, which training
+    holds out, are the last of each, so a head that goes on from a merge part never meets them. Resumes like an
+    extraction.
 
     Raises ValueError where they differ in the target or in the shape of their samples.
     """
@@ -505,14 +507,14 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
     ]
     name = hashlib.sha256(json.dumps(origins, sort_keys=True).encode()).hexdigest()[:12]
     places = [(cache, index) for cache in caches for index in range(len(cache))]
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).tolist()
+    places.sort(key=lambda place: (place[1] + 0.5) / len(place[0]))
     settings = replace(first, dataset=f"merge@{name}", samples=len(places), settings={"merged": origins})
     writer = FeatureCacheWriter(out, settings)
     writer.lock()
     try:
         for shard in range(settings.shards):
             if not writer.is_finished(shard):
-                chosen = [places[order[i]] for i in settings.samples_of(shard)]
+                chosen = [places[i] for i in settings.samples_of(shard)]
                 writer.write_shard(shard, [cache[index] for cache, index in chosen])
         writer.write_ends(caches[0].ends())
         return writer.finish(earlier_error=max(cache.relative_error or 0.0 for cache in caches))
@@ -550,7 +552,8 @@ def main(args: list[str]) -> None:
         print(f"{'verified':<18} every file matches its sha256, every row is well formed and finite")
 
 
-def _check_sample(index: int, sample: CachedSample, settings: CacheSettings) -> None:
+def check_sample(index: int, sample: CachedSample, settings: CacheSettings) -> None:
+    """Raises ValueError, naming the sample, where it is not of the cache's shape, or not finite."""
     least, most = settings.image_tokens + 1, settings.prompt_slots + settings.image_tokens
     if len(sample.hidden_states) != settings.branches or len(sample.token_ids) != settings.branches:
         raise ValueError(f"sample {index} has {len(sample.hidden_states)} branches, but the cache {settings.branches}")
@@ -589,6 +592,8 @@ def _check_ends(ends: Mapping[str, Tensor], settings: CacheSettings, path: Path)
         if name not in ends or ends[name].shape != expected:
             found = list(ends[name].shape) if name in ends else "missing"
             raise ValueError(f"{path}: {name} is {found}, but must be {list(expected)}")
+        if not ends[name].isfinite().all():
+            raise ValueError(f"{path}: {name} is not finite; extract again from a sound target")
 
 
 def _refuse_other_settings(folder: Path, begun: Any, ours: dict[str, Any]) -> None:

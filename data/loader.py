@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from coolsd.sampling import Sampling
 from coolsd.targets import free_memory, load_target
-from data.features import CachedSample, FeatureCache
+from data.features import CachedSample, FeatureCache, check_sample
 from data.states import Selection, States, read_batch
 
 Batch = dict[str, Any]
@@ -63,23 +63,32 @@ def pairs(batch: Batch) -> dict[str, Tensor]:
 class FeatureRows(Dataset):
     """Batches of a cache: `rows[[4, 0]]` is the batch of the 4th and the 0th of the chosen samples.
 
-    in_memory reads all chosen samples once, in the cache's dtype; else each batch reads from the memory-mapped files.
+    in_memory reads and checks all chosen samples at once, in the cache's dtype; else each batch does, its own, from the
+    memory-mapped files.
     """
 
     def __init__(self, cache: Any, chosen: range, in_memory: bool) -> None:
         self.cache, self.chosen = cache, chosen
-        self.memory = [cache[index] for index in chosen] if in_memory else None
+        self.memory = [self._checked(index, cache[index]) for index in chosen] if in_memory else None
+
+    def _checked(self, index: int, sample: CachedSample) -> CachedSample:
+        try:
+            check_sample(index, sample, self.cache.settings)
+        except ValueError as error:
+            raise ValueError(f"{self.cache.folder}: {error}") from None
+        return sample
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Raises ValueError, naming the sample, where a hidden state is not finite."""
+        """Raises ValueError, naming the sample, where a state is not finite."""
         settings = self.cache.settings
         if self.memory:
             samples = [self.memory[i] for i in indices]
         else:
-            samples = self.cache.read([self.chosen[i] for i in indices])
+            numbers = [self.chosen[i] for i in indices]
+            samples = [self._checked(*each) for each in zip(numbers, self.cache.read(numbers), strict=True)]
         shape = (len(samples), settings.branches, settings.prompt_slots + settings.image_tokens)
         hidden = torch.zeros(*shape, settings.hidden_size)
         tokens = torch.full(shape, -1)
@@ -92,12 +101,6 @@ class FeatureRows(Dataset):
                 valid[b, g, -len(ids) :] = True
                 if settings.layers:
                     layers[b, g, -len(ids) :] = sample.layers[g]
-        if not (hidden.isfinite().all() and layers.isfinite().all()):
-            hidden = hidden + layers.sum(-1, keepdim=True)
-            bad = next(i for i, row in zip(indices, hidden, strict=True) if not row.isfinite().all())
-            raise ValueError(
-                f"sample {self.chosen[bad]} of {self.cache.folder} is not finite; run coolsd cache verify on it"
-            )
         contexts = [sample.context for sample in samples if sample.context is not None]
         return {
             **({"context": torch.stack(contexts).float()} if contexts else {}),
@@ -113,13 +116,15 @@ class FeatureRows(Dataset):
 class EpochSampler(DistributedSampler):
     """This process's share of a permutation that is a pure function of (seed, epoch).
 
-    All processes get equally many samples: the last few of the permutation are left out where they do not share
-    evenly. (A DistributedSampler by type alone, so that Lightning neither replaces nor wraps it.)
+    All processes get equally many samples, a multiple of `multiple`: the last few of the permutation are left out
+    where they do not share evenly. (A DistributedSampler by type alone: Lightning neither replaces nor wraps those.)
     """
 
-    def __init__(self, samples: int, seed: int, rank: int, world_size: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, samples: int, seed: int, rank: int, world_size: int, shuffle: bool = True, multiple: int = 1
+    ) -> None:
         super().__init__(range(samples), world_size, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
-        self.samples = samples
+        self.samples, self.multiple = samples, multiple
         self.start = 0  # a pass leaves out so many of its first samples
 
     def __iter__(self) -> Iterator[int]:
@@ -130,7 +135,7 @@ class EpochSampler(DistributedSampler):
         return iter(order[self.rank :: self.num_replicas][self.start : len(self)].tolist())
 
     def __len__(self) -> int:
-        return self.samples // self.num_replicas
+        return self.samples // self.num_replicas // self.multiple * self.multiple
 
 
 class ResumableLoader(DataLoader):
@@ -145,9 +150,15 @@ class ResumableLoader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
         self.delivered, self.begin = self.begin, 0
         self.sampler.start = self.delivered * (self.batch_size or 1)  # type: ignore[attr-defined]
-        for batch in super().__iter__():
-            self.delivered += 1
-            yield batch
+        try:
+            for batch in super().__iter__():
+                self.delivered += 1
+                yield batch
+        except ValueError as error:
+            if not str(error).startswith("Caught ValueError in"):
+                raise
+            # a worker process has sent its whole traceback
+            raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from None
 
     def state_dict(self) -> dict[str, int]:
         return {"delivered": self.delivered}
@@ -197,16 +208,26 @@ class FeatureModule(L.LightningDataModule):
             self._cache: Any = FeatureCache(self.folder)
         return self._cache
 
+    @property
+    def step(self) -> int:
+        """Samples of an optimizer step in each process. An epoch is whole steps: Lightning divides the gradients of a
+        last, shorter one by as many batches as the others have."""
+        return self.batch_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
+
     def setup(self, stage: str) -> None:
+        if not len(self.cache):
+            raise ValueError(f"{self.folder} holds no sample; extract it again")
         used = min(len(self.cache), self.limit or len(self.cache))
         kept = round(used * self.held_out)
         if self.held_out > 0:
             kept = min(max(kept, 1), used - 1)
         split, processes = used - kept, self.trainer.world_size if self.trainer else 1
-        if split // processes < self.batch_size:
+        if split // processes < self.step:
+            batches = self.step // self.batch_size
+            each = f", {batches} of them a step" if batches > 1 else ""
             raise ValueError(
                 f"{split} training samples of {self.folder}, shared by {processes} process(es), make no batch of "
-                f"{self.batch_size}; lower batch_size"
+                f"{self.batch_size}{each}; lower batch_size"
             )
         in_memory = self.in_memory
         if in_memory is None:
@@ -231,7 +252,8 @@ class FeatureModule(L.LightningDataModule):
     def _loader(self, training: bool) -> DataLoader:
         rows, trainer = self._rows[training], self.trainer
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        sampler = EpochSampler(len(rows), self.seed, rank, world_size, shuffle=training)
+        multiple = self.step if training else 1
+        sampler = EpochSampler(len(rows), self.seed, rank, world_size, shuffle=training, multiple=multiple)
         return ResumableLoader(
             rows,
             self.batch_size,

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from coolsd.checkpoint import save_checkpoint
 from coolsd.cli import main
+from coolsd.heads.checkpoint import save_head
+from coolsd.heads.eagle import EagleConfig, make_head
 from coolsd.transformer import grid_rope
-from data.features import CachedSample, CacheSettings, FeatureCacheWriter
+from data.features import CachedSample, CacheSettings, FeatureCache, FeatureCacheWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERLAY = ROOT / "recipes" / "strategies" / "cpu_deepspeed.yaml"
@@ -145,6 +148,31 @@ def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
     save_checkpoint(tmp_path / "stranger", {**config, "target": "toy@2"}, weights)
     assert main([*recipe, "--model.start_from", str(tmp_path / "stranger")]) == 2
     assert "was trained on toy@2, but the target is toy@1" in capfd.readouterr().err
+
+
+def test_what_was_made_for_another_cache_is_refused(cache, plain, tmp_path, capfd):
+    """A head or a checkpoint of other layers, of another caption context or of another target."""
+    folder, weights = plain
+    recipe = ["fit", "--config", str(folder / "recipe.yaml"), "--data.batch_size", "8", "--out", str(tmp_path / "run")]
+    config = json.loads((folder / "head" / "config.json").read_text())
+    save_checkpoint(tmp_path / "context", {**config, "context": True}, weights)
+    ends = FeatureCache(cache).ends()
+    save_head(make_head(replace(EagleConfig.from_json(config), layers=(1, 2)), ends), tmp_path / "layers")
+    for name, said in (("context", "context True, but"), ("layers", "layers (1, 2), but")):
+        assert main([*recipe, "--model.start_from", str(tmp_path / name)]) == 2
+        assert said in capfd.readouterr().err
+    checkpoint = torch.load(next((folder / "run").glob("**/*.ckpt")), weights_only=True)
+    for name, change in (("target", {"eagle": {**checkpoint["eagle"], "target": "toy@2"}}), ("nothing", {"eagle": 0})):
+        changed = {key: value for key, value in (checkpoint | change).items() if value != 0}
+        torch.save(changed, tmp_path / f"{name}.ckpt")
+        assert main([*recipe, "--ckpt_path", str(tmp_path / f"{name}.ckpt")]) == 2
+        assert {"target": "target 'toy@2', but", "nothing": "holds no draft head"}[name] in capfd.readouterr().err
+
+
+def test_accumulated_batches_are_one_larger_batch(cache, plain, tmp_path):
+    shared, expected = trained(cache, tmp_path, 4, "--trainer.accumulate_grad_batches", "2"), plain[1]
+    for name in expected:
+        torch.testing.assert_close(shared[name], expected[name], atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from unittest.mock import Mock
 
 import lightning as L
@@ -371,6 +372,53 @@ def test_validation_tells_every_depth_and_the_length_that_follows(features):
     assert 0 <= found["val/top1"] <= found["val/top3"] <= 1
 
 
+def test_validation_tells_the_interval_of_each_measure_over_samples(features):
+    head, batch = features
+    count, single, found = len(batch["hidden"]), [], {}
+    module = training_of(head, relaxation=CoolSD(1.5))
+    for at in range(count):
+        told = {}
+        module.log = lambda name, value, told=told, **_: told.update({name: float(value)})
+        with torch.no_grad():
+            module.validation_step({name: value[at : at + 1] for name, value in batch.items()}, 0)
+        single.append(told)
+    module.of_samples.reset()
+    module.log = lambda name, value, **_: found.update({name: float(value)})
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+    found.clear()
+    module.on_validation_epoch_end()
+    assert count > 1 and len(found) == 14  # acceptance and relaxed at five depths, top1, top3, two lengths
+    for name, half in found.items():
+        own = torch.tensor([told[name.removesuffix("_ci95")] for told in single])
+        assert half == pytest.approx(float(1.96 * own.std() / count**0.5), rel=1e-4)
+
+
+compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradient_checkpointing": True}, pytest.param({"compile": True}, marks=[pytest.mark.slow, compiler])]
+)
+def test_switches_that_save_memory_or_time_leave_the_step(features, settings):
+    """Loss and gradients, of every objective at once; compiled code adds up in another order."""
+    head, batch = features
+    weights = [weight for weight in head.train().requires_grad_(True).parameters() if weight.requires_grad]
+    whole = {"rollout": 2, "acceptance_weight": 5.0, "guided_weight": 0.5}
+
+    def step(**more):
+        module = training_of(head, **whole, **more)
+        if more.get("compile"):
+            head.transformer.compile_shapes()
+        loss = module.training_step(batch, 0)
+        return [loss, *torch.autograd.grad(loss, weights, allow_unused=True)]
+
+    expected, found = step(), step(**settings)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_the_first_steps_are_eagle1s_and_the_others_are_not(features, monkeypatch):
     """Loss and gradients before and from `eagle1_steps` on are those of the two recipes."""
     head, batch = features
@@ -386,6 +434,22 @@ def test_the_first_steps_are_eagle1s_and_the_others_are_not(features, monkeypatc
     assert abs(eagle1[0] - later[0]) > 0.1
     torch.testing.assert_close(step(2, eagle1_steps=3, **whole), eagle1, rtol=0, atol=0)
     torch.testing.assert_close(step(3, eagle1_steps=3, **whole), later, rtol=0, atol=0)
+    module = training_of(head, eagle1_steps=3, **whole).eval()  # a look at a checkpoint knows no step
+    module.log = lambda name, value, **_: found.update({name: value})
+    found = {}
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+    torch.testing.assert_close(found["val/loss"], later[0].detach())
+
+
+def test_broken_weights_replace_no_checkpoint(features):
+    head, _ = features
+    module = training_of(head)
+    module.on_save_checkpoint({})
+    with torch.no_grad():
+        head.fc.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"head.fc.weight is not finite .* no checkpoint is written"):
+        module.on_save_checkpoint({})
 
 
 @pytest.mark.parametrize(

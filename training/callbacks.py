@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
 from coolsd.heads.checkpoint import show_layers
 from coolsd.heads.eagle import make_head
-from coolsd.results import summary, with_half
+from coolsd.results import half, summary, with_half
 from coolsd.rules.relaxed import Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 class AcceptedLength(L.Callback):
     """Really decodes held-out captions with the head before and after training, and every so many epochs between (0 =
-    never): a good loss alone proves nothing. The logger gets the length, its 95% interval and the pictures in a row.
+    never): a good loss alone proves nothing. The logger gets the length, its 95% interval and a grid of the pictures.
 
     Loads the target for each measurement; losslessly (vanilla), chain of 5, one batch of at most `captions` samples.
     """
@@ -68,10 +69,14 @@ class AcceptedLength(L.Callback):
         words = f"vanilla, chain of 5, {len(captions)} captions"
         rank_zero_info(f"accepted length {when} training: {with_half(length, 2)} ({words})")
         if trainer.logger is not None:
-            trainer.logger.log_metrics({"accepted_length": length["mean"]}, trainer.global_step)
+            found = {"accepted_length": length["mean"], "accepted_length_ci95": half(length) or 0.0}
+            trainer.logger.log_metrics(found, trainer.global_step)
             if isinstance(trainer.logger, TensorBoardLogger) and result.images is not None:
-                row = torch.cat(list(result.images), -1)  # [3, h, captions * w]
-                trainer.logger.experiment.add_image("decoded", row, trainer.global_step)
+                images = result.images.cpu()  # a grid of them, [3, down * h, across * w]
+                across = math.ceil(len(images) ** 0.5)
+                empty = images.new_full((-len(images) % across, *images.shape[1:]), 255)
+                grid = torch.cat([images, empty]).unflatten(0, (-1, across)).permute(2, 0, 3, 1, 4)
+                trainer.logger.experiment.add_image("decoded", grid.flatten(1, 2).flatten(2), trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.epochs and (trainer.current_epoch + 1) % self.epochs == 0:

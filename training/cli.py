@@ -16,12 +16,15 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from coolsd.checkpoint import save_checkpoint
 from coolsd.cli import argument_parser, explain, option_names
+from training.strategies import DeepSpeedCPUStrategy
 
 
 class Parser(LightningArgumentParser):
@@ -111,6 +114,16 @@ class CLI(LightningCLI):
 
     def before_fit(self) -> None:
         config = self.config[self.subcommand]
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            on_gpu = isinstance(strategy.accelerator, CUDAAccelerator)
+            if on_gpu == isinstance(strategy, DeepSpeedCPUStrategy):
+                where = "a GPU" if on_gpu else "no GPU"
+                remedy = "leave out" if on_gpu else "lay over the recipe"
+                raise ValueError(
+                    f"this run has {where}, which {type(strategy).__name__} is not for; {remedy} "
+                    "recipes/strategies/cpu_deepspeed.yaml"
+                )
         if self.datamodule is None:
             raise ValueError("no data: add --data CLASS, or a recipe with a data section")
         wanted = config.ckpt_path
@@ -213,7 +226,7 @@ def _read_sharded(path: Path, trust: bool) -> dict[str, Any]:
 
     states = get_fp32_state_dict_from_zero_checkpoint(str(path), "checkpoint")
     about = torch.load(next((path / "checkpoint").glob("*model_states.pt")), map_location="cpu", weights_only=False)
-    return {**about, "state_dict": states}
+    return {**about, "state_dict": about.get("average", states)}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +27,7 @@ from torchmetrics import CatMetric
 from coolsd.checkpoint import write_json
 from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
+from coolsd.interfaces import AcceptanceRule
 from coolsd.results import environment, source_state
 from coolsd.sampling import Sampling, counter_bits
 from coolsd.targets import free_memory
@@ -109,7 +111,7 @@ class DraftTraining(L.LightningModule):
         rollout: int = 1,
         rollout_decay: float = 1.0,
         eagle1_steps: int = 0,
-        relaxation: Any = None,
+        relaxation: AcceptanceRule | None = None,
         start_from: str | None = None,
         guidance: float = 1.0,
         noise: float = 0.1,
@@ -129,7 +131,8 @@ class DraftTraining(L.LightningModule):
         if eagle1_steps < 0:
             raise ValueError(f"eagle1_steps is {eagle1_steps}, but must be >= 0")
         self.save_hyperparameters(ignore=["relaxation"])
-        self.masses = CatMetric()
+        self.measures: list[dict[str, Tensor]] = []  # of a validation batch, depth by depth: name -> [B]
+        self.of_samples, self.measured = CatMetric(), [""]  # [samples, names], and the names
         self.schedule = None if relaxation is None else relaxation.schedule(max(DEPTHS, rollout))
         self.sampling = Sampling(guidance=guidance)
         self.head: EagleHead | None = None
@@ -161,12 +164,28 @@ class DraftTraining(L.LightningModule):
                         "before them, as published heads do: training would make another function of it; leave out "
                         "model.start_from to train a head from scratch"
                     )
+                self._check_cache(head.config, self.hparams["start_from"], settings)
                 width = self.hparams["intermediate_size"] or head.config.transformer.intermediate_size
                 self.head = widened(head, width)
             else:
                 self.head = self._new_head(settings, ends)
         if self.hparams["compile"]:
-            self.head.transformer.compile(dynamic=False)
+            self.head.transformer.compile_shapes()
+
+    def _check_cache(self, config: EagleConfig, origin: str, settings: CacheSettings) -> None:
+        """Raises ValueError, naming `origin`, where a head of this kind cannot be trained on such a cache."""
+        folder = self.trainer.datamodule.cache.folder  # type: ignore[attr-defined]
+        for name, ours, theirs in (
+            ("target", config.target, settings.target),
+            ("hidden_size", config.transformer.hidden_size, settings.hidden_size),
+            ("layers", config.layers, settings.layers),
+            ("context", config.context, settings.context),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"{origin} is a head with {name} {ours!r}, but {folder} has {theirs!r}; extract features for "
+                    "it, or train another head"
+                )
 
     def _new_head(self, settings: CacheSettings, ends: dict[str, Tensor]) -> EagleHead:
         size = settings.hidden_size
@@ -236,17 +255,16 @@ class DraftTraining(L.LightningModule):
         if wanted or not learns or (depth == 0 and self._shown()):
             with torch.set_grad_enabled(learns and wanted):
                 q = draft.float().softmax(-1)
-                mass = acceptance_mass(q, goal.guided)
-                losses["acceptance"] = masked_mean(mass, both)
+                measures = {"acceptance": acceptance_mass(q, goal.guided)}
                 if self.schedule is not None:
-                    relaxed = acceptance_mass(q, float(self.schedule[depth]) * goal.guided)
-                    losses["relaxed"] = masked_mean(relaxed, both)
-        if not learns:
-            if depth == 0:  # of each sample, for an interval
-                self.masses.update((mass * both).sum(-1) / both.sum(-1).clamp(min=1))
-            best = goal.guided.argmax(-1, keepdim=True)
-            for k in (1, 3):
-                losses[f"top{k}"] = masked_mean((draft.topk(k).indices == best).any(-1).float(), both)
+                    measures["relaxed"] = acceptance_mass(q, float(self.schedule[depth]) * goal.guided)
+                if not learns:
+                    best = goal.guided.argmax(-1, keepdim=True)
+                    for k in (1, 3):
+                        measures[f"top{k}"] = (draft.topk(k).indices == best).any(-1).float()
+                    count = both.sum(-1).clamp(min=1)
+                    self.measures.append({name: (value * both).sum(-1) / count for name, value in measures.items()})
+                losses |= {name: masked_mean(value, both) for name, value in measures.items()}
         return losses
 
     def _step(self, batch: dict[str, Any], stage: str) -> Tensor:
@@ -285,6 +303,10 @@ class DraftTraining(L.LightningModule):
                 "on from the last checkpoint"
             )
         self._report({"loss": loss, **found[0]}, found, stage, len(batch["hidden"]))
+        if stage != "train":
+            kept = self._told(self.measures[0], self.measures)
+            self.measured, self.measures = list(kept), []
+            self.of_samples.update(torch.stack(list(kept.values()), -1))
         return loss
 
     @torch.no_grad()
@@ -308,16 +330,20 @@ class DraftTraining(L.LightningModule):
             loss = loss - self.hparams["acceptance_weight"] * losses.get("relaxed", losses["acceptance"])
         return loss
 
-    def _report(self, values: dict[str, Tensor], depths: list[dict[str, Tensor]], stage: str, samples: int) -> None:
-        """The first depth's losses; in validation the acceptance of every depth, given that those before passed, and
-        the accepted length that follows: 1 + a_1 + a_1 a_2 + ..., vanilla and with the recipe's relaxation."""
+    @staticmethod
+    def _told(values: dict[str, Tensor], depths: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """values, the first depth's; the acceptance of every depth, given that those before passed; and the accepted
+        length that follows: 1 + a_1 + a_1 a_2 + ..., vanilla and with the recipe's relaxation. Tensors of one shape."""
         values = dict(values)
-        if stage != "train":
-            for name, length in (("acceptance", "accepted_length"), ("relaxed", "relaxed_length")):
-                if name in depths[0]:
-                    masses = torch.stack([losses[name] for losses in depths])
-                    values |= {f"{name}_{depth}": mass for depth, mass in enumerate(masses[1:], start=2)}
-                    values[length] = 1 + masses.cumprod(0).sum()
+        for name, length in (("acceptance", "accepted_length"), ("relaxed", "relaxed_length")):
+            if name in depths[0]:
+                masses = torch.stack([losses[name] for losses in depths])
+                values |= {f"{name}_{depth}": mass for depth, mass in enumerate(masses[1:], start=2)}
+                values[length] = 1 + masses.cumprod(0).sum(0)
+        return values
+
+    def _report(self, values: dict[str, Tensor], depths: list[dict[str, Tensor]], stage: str, samples: int) -> None:
+        values = values if stage == "train" else self._told(values, depths)
         shown = self._shown()
         for name, value in values.items():
             if stage == "train" and shown and self._trainer is not None:  # processes wait only where it is looked at
@@ -327,14 +353,17 @@ class DraftTraining(L.LightningModule):
 
     def _eagle1(self) -> bool:
         """Whether training is still on EAGLE-1's losses alone."""
-        return self.global_step < self.hparams["eagle1_steps"]
+        return self.training and self.global_step < self.hparams["eagle1_steps"]
 
     def _shown(self) -> bool:
         """Whether someone looks at this step."""
         return self._trainer is None or (self.global_step + 1) % self.trainer.log_every_n_steps == 0
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
-        return self._step(batch, "train")
+        loss = self._step(batch, "train")
+        if self._trainer is not None and isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            return loss * self.trainer.accumulate_grad_batches  # Lightning divides by it, and DeepSpeed once more
+        return loss
 
     def validation_step(self, batch: dict[str, Any], batch_index: int) -> None:
         self._step(batch, "val")
@@ -343,12 +372,13 @@ class DraftTraining(L.LightningModule):
         self._step(batch, "test")
 
     def on_validation_epoch_end(self, stage: str = "val") -> None:
-        """Half-width of the 95% interval of the acceptance over samples."""
-        masses = self.masses.compute()
-        masses = torch.cat(masses) if isinstance(masses, list) else masses
-        half = 1.96 * masses.std() / math.sqrt(max(1, masses.numel())) if masses.numel() > 1 else masses.new_zeros(())
-        self.log(f"{stage}/acceptance_ci95", half, sync_dist=True)
-        self.masses.reset()
+        """Half-widths of 95% intervals over samples: of a length those of the samples' own lengths."""
+        found = self.of_samples.compute()
+        found = torch.cat(found) if isinstance(found, list) else found
+        halves = 1.96 * found.std(0) / math.sqrt(len(found)) if len(found) > 1 else found.new_zeros(len(self.measured))
+        for name, half in zip(self.measured, halves, strict=True):
+            self.log(f"{stage}/{name}_ci95", half, sync_dist=True)
+        self.of_samples.reset()
 
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end("test")
@@ -398,5 +428,24 @@ class DraftTraining(L.LightningModule):
             save_head(self.head, Path(self.trainer.default_root_dir) / "export" / "draft", state)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError, before the checkpoint replaces another one, where a weight is not finite."""
         assert self.head is not None
+        if broken := [name for name, weight in self.named_parameters() if not weight.isfinite().all()]:
+            raise ValueError(
+                f"{broken[0]} is not finite after step {self.global_step}, so no checkpoint is written; lower "
+                "model.learning_rate, and go on from the last one"
+            )
         checkpoint["eagle"] = self.head.config.to_json()  # `coolsd export` needs no cache
+        if "averaging_state" in checkpoint and isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            checkpoint["average"] = checkpoint["state_dict"]  # DeepSpeed writes its own in that place
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError where the checkpoint is of another kind of head, or of another target's."""
+        if "eagle" not in checkpoint:
+            raise ValueError(
+                "the checkpoint holds no draft head; --ckpt_path takes one of training.draft.DraftTraining"
+            )
+        config = EagleConfig.from_json(checkpoint["eagle"])
+        self._check_cache(config, "the checkpoint", self.trainer.datamodule.cache.settings)  # type: ignore[attr-defined]
+        if "average" in checkpoint:
+            checkpoint["state_dict"] = checkpoint["average"]

@@ -31,7 +31,7 @@ def load_head(folder: str | Path, target: Any, verify: bool = False, compile: bo
     show_layers(target, head.config.layers)
     head = head.to(target.device, target.dtype).eval().requires_grad_(False).prepare()
     if compile:
-        head.transformer.compile_frozen()
+        head.transformer.compile_shapes()
     return head
 
 

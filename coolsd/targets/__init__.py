@@ -101,5 +101,5 @@ def load_target(
             break
     freeze(target)
     if compile:
-        target.transformer.compile_frozen()
+        target.transformer.compile_shapes()
     return target
