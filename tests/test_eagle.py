@@ -199,6 +199,7 @@ def test_chain_draws_its_tokens_from_what_it_reports(toy, p_value):
     second = int(tokens[:, 0].mode().values)
     behind = tokens[:, 0] == second
     assert p_value(tokens[behind, 1].bincount(minlength=5), probs[behind][0, 1]) > 1e-3
+    assert p_value(tokens[behind, 1].bincount(minlength=5), probs[behind][0, 1].roll(1)) < 1e-6  # negative control
 
 
 def test_a_saved_head_loads_for_its_target_and_for_no_other(toy_copy, tmp_path, rng):

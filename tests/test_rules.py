@@ -326,7 +326,9 @@ def test_verify_has_the_law_of_siblings_and_bounds_its_distance(rule, bind, rng,
     second = draw(q * (1 - torch.nn.functional.one_hot(first, CODES)), numbers[:, 1])
     tree = DraftTree(torch.stack([first, first, second], 1), (-1, 0, 0), q.expand(rows, 1, -1))
     decision = verify(tree, p.expand(rows, 3, -1), rule, rule.schedule(1), numbers[:, 2:])
-    assert p_value(decision.tokens[:, 0].bincount(minlength=CODES), law) > 1e-3
+    counts = decision.tokens[:, 0].bincount(minlength=CODES)
+    assert p_value(counts, law) > 1e-3
+    assert p_value(counts, 0.9 * law + 0.1 * law.roll(1)) < 1e-6  # negative control
     charged = decision.bias.sum(1)
     assert abs(float(charged.mean()) - bias) <= 4 * float(charged.std()) / rows**0.5 + 1e-6
 

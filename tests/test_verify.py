@@ -425,7 +425,9 @@ def test_one_hot_tests_are_lossless_however_the_drafts_were_made(tables, rng, p_
     tree, p = tree_rows(target, draft, FORK, numbers, rows)
     tree = DraftTree(tree.tokens, FORK, tree.draft_probs, chosen=True)
     decision = verify(tree, p, Vanilla(), torch.ones(2), numbers[:, 7:14])
-    assert p_value(counts_of(padded(decision, target, numbers[:, 14:]), codes), law_of(target)) > 1e-3
+    counts = counts_of(padded(decision, target, numbers[:, 14:]), codes)
+    assert p_value(counts, law_of(target)) > 1e-3
+    assert p_value(counts, law_of([table.roll(1, -1) for table in target])) < 1e-6  # negative control
 
 
 @pytest.mark.parametrize("kind", ["wrong draft", "chosen taken for sampled"])
@@ -578,7 +580,9 @@ def test_disjoint_supports_reject_and_sample_the_target(rule, walk, rng, p_value
     uniforms[:100, :2] = 0  # even then
     decision = walk(tree, p, rule, rule.schedule(2), uniforms, True)
     assert bool((decision.emitted == 1).all())
-    assert p_value(decision.tokens[:, 0].bincount(minlength=5), p[0, 0]) > 1e-3
+    counts = decision.tokens[:, 0].bincount(minlength=5)
+    assert p_value(counts, p[0, 0]) > 1e-3
+    assert p_value(counts, torch.tensor([0.0, 0.0, 0.22, 0.3, 0.48])) < 1e-6  # negative control
     assert not decision.bias.any()
     if decision.kl is not None:
         assert float(decision.kl.abs().max()) < 1e-6
