@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -85,9 +86,16 @@ def plain(cache, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "strategy"), [(2, "zero1"), (2, "zero"), (2, "zero3"), (2, "ddp")])
 def test_every_strategy_trains_the_head_that_one_process_trains(cache, plain, tmp_path, processes, strategy):
-    """The noise on the input states included: it is a function of the sample, not of the process."""
+    """The noise on the input states included: it is a function of the sample, not of the process. Stage 3 with the
+    settings for GPUs, offloading included."""
     more = ["--trainer.strategy", strategy] if strategy == "ddp" else ["--config", str(OVERLAY)]
-    more += ["--trainer.strategy.stage", strategy[-1]] if strategy[-1].isdigit() else []
+    more += ["--trainer.strategy.stage", "1"] if strategy == "zero1" else []
+    if strategy == "zero3":
+        recipe = yaml.safe_load(OVERLAY.with_name("deepspeed_zero3_offload.yaml").read_text())
+        config = recipe["trainer"]["strategy"]["init_args"]["config"]
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # shares out small weights, too
+        (tmp_path / "zero3.json").write_text(json.dumps(config))
+        more += ["--trainer.strategy.config", str(tmp_path / "zero3.json")]
     more += ["--trainer.devices", str(processes)]
     shared, expected = trained(cache, tmp_path, 8 // processes, *more, run=in_processes), plain[1]
     if strategy != "ddp":
