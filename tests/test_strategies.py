@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from coolsd.checkpoint import save_checkpoint
+from coolsd.checkpoint import save_checkpoint, sha256
 from coolsd.cli import main
 from coolsd.heads.checkpoint import save_head
 from coolsd.heads.eagle import EagleConfig, make_head
@@ -123,10 +123,11 @@ def test_a_run_says_how_fast_it_was(plain):
     assert len(rates) == 10 and all(rate > 0 for rate in rates)
 
 
-def test_a_run_says_what_it_was_made_of(plain):
+def test_a_run_says_what_it_was_made_of(cache, plain):
     folder, _ = plain
     about = json.loads((folder / "run" / "run.json").read_text())
     assert about["features"]["target"] == "toy@1" and about["features"]["kept"] == 20
+    assert about["features"]["sha256"] == sha256(cache / "manifest.json")
     assert about["environment"]["versions"]["torch"] == torch.__version__
     assert about["source"] is None or len(about["source"]["commit"]) == 40
 

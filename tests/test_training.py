@@ -442,6 +442,16 @@ def test_the_first_steps_are_eagle1s_and_the_others_are_not(features, monkeypatc
     torch.testing.assert_close(found["val/loss"], later[0].detach())
 
 
+@pytest.mark.parametrize(("decay", "halfway"), [("linear", 0.5), ("cosine", 0.5), ("linear", 0.75), ("cosine", 0.75)])
+def test_the_learning_rate_warms_up_and_falls_to_zero(features, decay, halfway):
+    module = training_of(features[0].requires_grad_(True), decay=decay, warmup_steps=4, learning_rate=1.0)
+    module.trainer = Mock(estimated_stepping_batches=100)
+    factor = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    left = 1 - halfway if decay == "linear" else (1 + math.cos(math.pi * halfway)) / 2
+    assert factor(100 * halfway) == pytest.approx(left)
+    assert factor(0) == 0.25 and factor(100) == pytest.approx(0) and factor(3) > 0.9
+
+
 def test_broken_weights_replace_no_checkpoint(features):
     head, _ = features
     module = training_of(head)

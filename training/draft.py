@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric
 
-from coolsd.checkpoint import write_json
+from coolsd.checkpoint import sha256, write_json
 from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.interfaces import AcceptanceRule
@@ -90,7 +90,8 @@ class DraftTraining(L.LightningModule):
     intermediate_size 0 = that head's, or 8/3 of the hidden size.
     guidance: that of decoding, for the acceptance and the guided loss.
     noise: uniform noise on the input hidden states, +- this many of their standard deviations, a function of (seed,
-    epoch, sample). Learning rate: linear warm-up, then cosine or linear `decay` to zero over the trainer's steps.
+    epoch, sample); EAGLE-1's own is +- 0.1 * 512 / slots of the row, whatever the size of the states.
+    Learning rate: linear warm-up, then cosine or linear `decay` to zero over the trainer's steps.
     compile: torch.compile the head's layers. gradient_checkpointing: compute logits again instead of keeping them.
     target: folder of the target, loaded only to decode at most `captions` held-out captions (0 = never) before and
     after training, and every `decode_every` epochs (0 = never), and print their accepted length.
@@ -389,6 +390,8 @@ class DraftTraining(L.LightningModule):
         logger, cache = self.trainer.logger, self.trainer.datamodule.cache  # type: ignore[attr-defined]
         if self.trainer.is_global_zero and logger is not None and logger.log_dir is not None:
             features = {**asdict(cache.settings), "folder": str(cache.folder), "kept": len(cache)}
+            manifest = Path(cache.folder) / "manifest.json"  # has the hash of every file; a running target has none
+            features["sha256"] = sha256(manifest) if manifest.exists() else None
             dtype = next(self.parameters()).dtype
             about = {"environment": environment(self.device, dtype), "source": source_state(), "features": features}
             write_json(Path(logger.log_dir) / "run.json", about)
