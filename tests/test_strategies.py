@@ -168,6 +168,13 @@ def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
     assert "was trained on toy@2, but the target is toy@1" in capfd.readouterr().err
 
 
+def test_a_head_is_exported_in_half_the_bytes(plain, tmp_path):
+    folder, weights = plain
+    assert main(["export", str(folder / "run"), "--out", str(tmp_path / "head"), "--dtype", "bfloat16"]) == 0
+    half = load_file(tmp_path / "head" / "model.safetensors")
+    assert half.keys() == weights.keys() and all(torch.equal(half[name], weights[name].bfloat16()) for name in half)
+
+
 def test_what_was_made_for_another_cache_is_refused(cache, plain, tmp_path, capfd):
     """A head or a checkpoint of other layers, of another caption context or of another target."""
     folder, weights = plain

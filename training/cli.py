@@ -169,13 +169,15 @@ def export(args: list[str]) -> None:
     parser.add_argument(
         "--trust", type=bool, default=False, help="unpickle DeepSpeed's state; only for runs of your own"
     )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights as written")
     options = parser.parse_args(args)
     path = _find_checkpoint(Path(options.run))
     checkpoint = _read_sharded(path, options.trust) if path.is_dir() else _read(path)
     if "eagle" not in checkpoint:
         raise ValueError(f"{path} holds no draft head; export takes a run of training.draft.DraftTraining")
-    prefix = "head."
-    tensors = {name[len(prefix) :]: t for name, t in checkpoint["state_dict"].items() if name.startswith(prefix)}
+    prefix, dtype = "head.", getattr(torch, options.dtype)
+    of_head = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name.startswith(prefix)}
+    tensors = {name.removeprefix(prefix): tensor.to(dtype) for name, tensor in of_head.items()}
     made = save_checkpoint(Path(options.out), checkpoint["eagle"], tensors)
     print(f"{options.out}: head {made} from {path}, step {checkpoint['global_step']}")
 
