@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coolsd.interfaces import DecodeResult, DraftTree, Prompt, Round, TargetOutput, Verification
+from coolsd.interfaces import DecodeResult, DraftTree, Layout, Prompt, Round, TargetOutput, Verification
 from coolsd.sampling import Sampling, counter_uniforms, draw
 from coolsd.verify import verify
 
@@ -89,6 +89,35 @@ class Ledger:
         self.calls = self.calls + active
         self.emitted.append(decision.emitted)
 
+    def result(self, tokens: Tensor, images: Tensor | None, layout: Layout | None, clock: Clock) -> DecodeResult:
+        """All per-token means are over all T tokens [B, T], forced ones included."""
+        total = tokens.shape[1]
+        return DecodeResult(
+            tokens=tokens,
+            images=images,
+            accepted_length=(total - 1) / self.calls.float(),
+            target_calls=self.calls,
+            emitted=torch.stack(self.emitted, dim=1) if self.emitted else self.calls[:, None][:, :0],
+            bias_per_token=None if self.bias is None else self.bias / total,
+            kl_per_token=None if self.kl is None else self.kl / total,
+            nll_per_token=self.nll / total,
+            seconds=clock.seconds(),
+            accepted_length_unforced=None if layout is None else ((layout.forced < 0).sum() - 1) / self.calls.float(),
+        )
+
+
+def _check(captions: Sequence[str], drafter: Any, rule: Any, rows: Sequence[int] | None, seed: int) -> None:
+    if drafter is None and rule is not None:
+        raise ValueError(f"rule {rule} needs a drafter; plain decoding (drafter=None) accepts nothing")
+    if not captions or isinstance(captions, str):
+        raise ValueError(f"captions is {captions!r}, but must be a list of at least one string")
+    if rows is not None and len(rows) != len(captions):
+        raise ValueError(f"{len(rows)} rows for {len(captions)} captions; give one global index per caption")
+    if rule is None and drafter is not None and drafter.depth:
+        raise ValueError("a drafter needs a rule: pass rule=coolsd.Vanilla() for lossless decoding, or a relaxed one")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}, but must be an integer from 0 to 2^63 - 1")
+
 
 @torch.inference_mode()
 def generate(
@@ -117,19 +146,8 @@ def generate(
     guided, tempered distribution before top-k and top-p; seconds by part. All per-token means are over all T tokens,
     forced ones included. certificates=False leaves bias and KL out. Raises ValueError where the target gives NaN.
     """
-    sampling = sampling or Sampling()
-    if drafter is None:
-        if rule is not None:
-            raise ValueError(f"rule {rule} needs a drafter; plain decoding (drafter=None) accepts nothing")
-        drafter = NoDraft()
-    if not captions or isinstance(captions, str):
-        raise ValueError(f"captions is {captions!r}, but must be a list of at least one string")
-    if rows is not None and len(rows) != len(captions):
-        raise ValueError(f"{len(rows)} rows for {len(captions)} captions; give one global index per caption")
-    if rule is None and drafter.depth:
-        raise ValueError("a drafter needs a rule: pass rule=coolsd.Vanilla() for lossless decoding, or a relaxed one")
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed is {seed}, but must be an integer from 0 to 2^63 - 1")
+    _check(captions, drafter, rule, rows, seed)
+    sampling, drafter = sampling or Sampling(), NoDraft() if drafter is None else drafter
     device, total, depth, layout = target.device, target.image_tokens, drafter.depth, getattr(target, "layout", None)
     clock = Clock(device)
     rule = rule.bind(target) if hasattr(rule, "bind") else rule
@@ -191,18 +209,7 @@ def generate(
     if decode_images:
         with clock.part("decode_images"):
             images = target.decode_images(tokens)
-    return DecodeResult(
-        tokens=tokens,
-        images=images,
-        accepted_length=(total - 1) / ledger.calls.float(),
-        target_calls=ledger.calls,
-        emitted=torch.stack(ledger.emitted, dim=1) if ledger.emitted else ledger.calls[:, None][:, :0],
-        bias_per_token=None if ledger.bias is None else ledger.bias / total,
-        kl_per_token=None if ledger.kl is None else ledger.kl / total,
-        nll_per_token=ledger.nll / total,
-        seconds=clock.seconds(),
-        accepted_length_unforced=None if layout is None else ((layout.forced < 0).sum() - 1) / ledger.calls.float(),
-    )
+    return ledger.result(tokens, images, layout, clock)
 
 
 @torch.inference_mode()
