@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -53,8 +54,11 @@ def test_the_report_is_self_contained_and_escaped(folder, capsys):
     assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in page
     assert {path.name for path in (folder / "figures").iterdir()} == {
-        f"{name}.{kind}" for name in ("chart", "positions") for kind in ("png", "svg")
+        f"{name}.{kind}" for name in ("chart", "images", "positions") for kind in ("png", "svg")
     }
+    sheet = np.asarray(Image.open(folder / "figures" / "images.png").convert("RGB")).reshape(-1, 3).astype(int)
+    for row in range(2):  # every picture, and nothing else that is red
+        assert (abs(sheet - (200, 30 * row, 0)).max(1) < 3).sum() > 1000
     assert "2.00x" in page and "2.00x" in capsys.readouterr().out
     for word in ("Accepted length", "Bias per token", "coolsd evaluate", "target@0", "100% infinite"):
         assert word in page
