@@ -181,7 +181,9 @@ def explain(message: str, known: Iterable[str]) -> str:
         known = [*_init_arguments(in_class[1]), "class_path", "init_args"]
     group = re.search(r"Group '([\w.]+)'", message)
     sections = {name.split(".")[0] for name in known}
-    section = nearest(word.split(".")[0], sections, "see --help") if "." in word else "see --help"
+    first = word.split(".")[0]
+    section = nearest(first, sections, "see --help") if first not in sections else "see --help"
+    known = [name for name in known if not word.startswith(f"{name}.")]  # the section itself is no hint
     return f"{message}; {nearest(f'{group[1]}.{word}' if group else word, known, section)}"
 
 

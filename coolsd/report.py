@@ -57,7 +57,6 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
         for row in rows
         if row["acceptance_per_position"]
     ]
-    pictures = grid(folder, results)
     differences, ranks = comparison(results), agreement(results)
     return PAGE.format(
         style=STYLE,
@@ -73,7 +72,7 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
         else "",
         heat_map=HEAT_MAP.format(png_uri(figures["positions"])) if "positions" in figures else "",
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
-        grid=pictures,
+        grid=grid(folder, results),
         shown=f"Same caption and seed in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
         "methods draw other samples of the target's own distribution; relaxed ones deviate from it by the bias above.",
         about="".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in merged.items()),
@@ -147,16 +146,16 @@ def images(folder: Path, results: dict[str, Any]) -> Any:
         return None
     figure = Figure(figsize=(1.7 + 1.05 * len(captions), 0.5 + 1.05 * len(shown)), layout="constrained")
     axes = figure.subplots(len(shown), len(captions), squeeze=False)
+    for axis, caption in zip(axes[0], captions, strict=True):
+        axis.set_title(wrapped(caption, 16, 4), fontsize=7)
     for line, number in zip(axes, shown, strict=True):
         row, of = results["rows"][number], files[number]
-        for prompt, (axis, caption) in enumerate(zip(line, captions, strict=True)):
+        for prompt, axis in enumerate(line):
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
             if prompt in of:
                 with Image.open(io.BytesIO(picture(folders[number], of[prompt]))) as image:
                     axis.imshow(np.asarray(image))
-            if line is axes[0]:
-                axis.set_title(wrapped(caption, 16, 4), fontsize=7)
         name = f"{wrapped(row['name'], 18, 3)}\n{row['speedup']:.2f}x"
         line[0].set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
     return figure

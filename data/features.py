@@ -487,8 +487,8 @@ def shard_name(shard: int) -> str:
 
 def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
     """One cache of the samples of several, mixed, each as far from the end as in its own: the last ones, which training
-    holds out, are the last of each, so a head that goes on from a merge part never meets them. Resumes like an
-    extraction.
+    holds out, are the last of each, so a head that was trained on one of them goes on to be measured on samples that it
+    has not met (but for rounding, one of each cache). Resumes like an extraction.
 
     Raises ValueError where they differ in the target or in the shape of their samples.
     """
@@ -505,10 +505,13 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> FeatureCache:
     origins = [
         {"dataset": cache.settings.dataset, "samples": len(cache), **cache.settings.settings} for cache in caches
     ]
-    name = hashlib.sha256(json.dumps(origins, sort_keys=True).encode()).hexdigest()[:12]
+    order = "each as far from the end as in its own"  # others came before it
+    name = hashlib.sha256(json.dumps([*origins, order], sort_keys=True).encode()).hexdigest()[:12]
     places = [(cache, index) for cache in caches for index in range(len(cache))]
     places.sort(key=lambda place: (place[1] + 0.5) / len(place[0]))
-    settings = replace(first, dataset=f"merge@{name}", samples=len(places), settings={"merged": origins})
+    settings = replace(
+        first, dataset=f"merge@{name}", samples=len(places), settings={"merged": origins, "order": order}
+    )
     writer = FeatureCacheWriter(out, settings)
     writer.lock()
     try:

@@ -75,7 +75,7 @@ class FeatureRows(Dataset):
         try:
             check_sample(index, sample, self.cache.settings)
         except ValueError as error:
-            raise ValueError(f"{self.cache.folder}: {error}") from None
+            raise ValueError(f"{self.cache.folder}: {error}; coolsd cache verify finds all of them") from None
         return sample
 
     def __len__(self) -> int:
@@ -210,8 +210,8 @@ class FeatureModule(L.LightningDataModule):
 
     @property
     def step(self) -> int:
-        """Samples of an optimizer step in each process. An epoch is whole steps: Lightning divides the gradients of a
-        last, shorter one by as many batches as the others have."""
+        """Samples of an optimizer step in each process. An epoch is whole steps, if all have equally many batches:
+        Lightning would divide the gradients of a last, shorter one by as many as the others have."""
         return self.batch_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
 
     def setup(self, stage: str) -> None:
@@ -345,7 +345,11 @@ class _Online:
 
     def read(self, indices: Sequence[int]) -> list[CachedSample]:
         chosen = [self.kept[index] for index in indices]
-        images, captions, kept, _ = read_batch(self.selection, chosen, self.images, self.states.problem)
+        images, captions, kept, skipped = read_batch(self.selection, chosen, self.images, self.states.problem)
+        if skipped:
+            raise ValueError(
+                f"{skipped[0].item} could be used when training began, and now cannot: {skipped[0].reason}"
+            )
         return self.states(images, captions, kept)
 
     def ends(self) -> dict[str, Tensor]:

@@ -36,7 +36,11 @@ def run(*arguments, **environment):
         (["fit", *HEAD, "--model.learning_rat", "1"], "did you mean 'learning_rate'?"),
         (["fit", *HEAD, "--modle.learning_rate", "1"], "did you mean 'model'?"),
         (["fit", *HEAD, *DATA, "--model.relaxation", "torch.nn.Linear"], "relaxation"),
-        (["fit", *HEAD, *DATA, "--trainer.strategy", "deepspeed_stage_2", "--trainer.accelerator", "cpu"], "no GPU, "),
+        (
+            ["fit", *HEAD, *DATA, "--trainer.strategy", "deepspeed_stage_2", "--trainer.accelerator", "cpu"],
+            "is for GPUs, but",
+        ),
+        (["fit", *HEAD, "--trainer.qqqqq", "3"], "see --help"),
         (["fit", *HEAD, "--model.learning_rate", "fast"], "learning_rate: Expected a float"),
         (["fit", *HEAD, "--model.guidance", "0.5"], "guidance is 0.5, but must be >= 1"),
         (["fit", "--model", "training.draft.Drafts"], "Drafts"),

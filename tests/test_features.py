@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from coolsd import cli
@@ -376,7 +377,7 @@ def test_a_state_that_is_not_finite_is_told_in_one_line(cache, monkeypatch, work
     read = FeatureCache.__getitem__
     monkeypatch.setattr(FeatureCache, "__getitem__", lambda self, index: broken(index, read(self, index)))
     module = FeatureModule(str(cache.folder), 2, held_out=0, in_memory=in_memory, workers=workers)
-    told = pytest.raises(ValueError, match=r"^\S+: sample 5 \(.*\) has hidden states that are not finite$")
+    told = pytest.raises(ValueError, match=r"^\S+: sample 5 \(.*\) has hidden states that are not finite; coolsd")
     if in_memory:
         with told:
             module.setup("fit")
@@ -732,7 +733,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(checkpoint
 @pytest.mark.slow
 def test_processes_extract_equal_shards_however_many_and_by_whatever_strategy(checkpoint, tmp_path):
     """With one thread each: float32 sums depend on how many threads share them. 65 samples: an odd number of passes."""
-    zero = ["training.strategies.DeepSpeedCPUStrategy", "--trainer.strategy.stage", "3"]
+    overlay = yaml.safe_load((ROOT / "recipes" / "strategies" / "deepspeed_zero3_offload.yaml").read_text())
+    (tmp_path / "zero3.json").write_text(json.dumps(overlay["trainer"]["strategy"]["init_args"]["config"]))
+    zero = ["training.strategies.DeepSpeedCPUStrategy", "--trainer.strategy.config", str(tmp_path / "zero3.json")]
     runs = [("one", 1, ["auto"], ()), ("ddp", 2, ["ddp"], ()),
             ("begun", 1, ["auto"], ("--trainer.limit_predict_batches", "9")), ("begun", 2, zero, ())]  # fmt: skip
     for name, devices, strategy, more in runs:

@@ -224,9 +224,8 @@ def test_gumbel_draw_follows_the_distribution(rng, distributions, p_value):
     low, high = gumbel_draw(half.expand(len(keys), -1), keys), gumbel_draw((p - half).expand(len(keys), -1), keys)
     joint = torch.outer(half / half.sum(), (p - half) / (p - half).sum())
     assert p_value((low * 20 + high).bincount(minlength=400), joint) > 1e-3
-    again = (
-        gumbel_draw((p - half).expand(len(keys), -1).roll(-10, 1), keys) + 10
-    )  # negative control: the low race's noise
+    # negative control: the low race's noise
+    again = gumbel_draw((p - half).roll(-10).expand(len(keys), -1), keys) + 10
     assert p_value((low * 20 + again).bincount(minlength=400), joint) < 1e-6
 
 

@@ -56,9 +56,13 @@ def test_the_report_is_self_contained_and_escaped(folder, capsys):
     assert {path.name for path in (folder / "figures").iterdir()} == {
         f"{name}.{kind}" for name in ("chart", "images", "positions") for kind in ("png", "svg")
     }
-    sheet = np.asarray(Image.open(folder / "figures" / "images.png").convert("RGB")).reshape(-1, 3).astype(int)
-    for row in range(2):  # every picture, and nothing else that is red
-        assert (abs(sheet - (200, 30 * row, 0)).max(1) < 3).sum() > 1000
+    sheet = np.asarray(Image.open(folder / "figures" / "images.png").convert("RGB")).astype(int)
+    for prompt in range(2):  # one column of two methods
+        drawn = abs(sheet - (200, 30 * prompt, 0)).max(-1) < 3
+        pieces = [np.diff(drawn.any(axis).astype(int), prepend=0, append=0).clip(0).sum() for axis in (0, 1)]
+        assert pieces == [1, 2]
+    titles = [axis.get_title() for axis in report.images(folder, report.read(folder)).axes]
+    assert titles == [report.wrapped(HOSTILE, 16, 4), "b", "", ""]
     assert "2.00x" in page and "2.00x" in capsys.readouterr().out
     for word in ("Accepted length", "Bias per token", "coolsd evaluate", "target@0", "100% infinite"):
         assert word in page

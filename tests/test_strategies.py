@@ -169,10 +169,12 @@ def test_a_fit_starts_from_a_trained_head(plain, tmp_path, capfd):
 
 
 def test_a_head_is_exported_in_half_the_bytes(plain, tmp_path):
-    folder, weights = plain
-    assert main(["export", str(folder / "run"), "--out", str(tmp_path / "head"), "--dtype", "bfloat16"]) == 0
-    half = load_file(tmp_path / "head" / "model.safetensors")
-    assert half.keys() == weights.keys() and all(torch.equal(half[name], weights[name].bfloat16()) for name in half)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        assert main(["export", str(plain[0] / "run"), "--out", str(tmp_path / dtype), "--dtype", dtype]) == 0
+        found.append(load_file(tmp_path / dtype / "model.safetensors"))
+    whole, half = found
+    assert half.keys() == whole.keys() and all(torch.equal(half[name], whole[name].bfloat16()) for name in half)
 
 
 def test_what_was_made_for_another_cache_is_refused(cache, plain, tmp_path, capfd):

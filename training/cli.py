@@ -112,18 +112,21 @@ class CLI(LightningCLI):
                 found = found.__cause__
             raise found from None
 
-    def before_fit(self) -> None:
-        config = self.config[self.subcommand]
+    def before_predict(self) -> None:
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             on_gpu = isinstance(strategy.accelerator, CUDAAccelerator)
             if on_gpu == isinstance(strategy, DeepSpeedCPUStrategy):
-                where = "a GPU" if on_gpu else "no GPU"
-                remedy = "leave out" if on_gpu else "lay over the recipe"
+                name, overlay = type(strategy).__name__, "recipes/strategies/cpu_deepspeed.yaml"
                 raise ValueError(
-                    f"this run has {where}, which {type(strategy).__name__} is not for; {remedy} "
-                    "recipes/strategies/cpu_deepspeed.yaml"
+                    f"{name} is for CPUs, but this run is on a GPU; leave out {overlay}"
+                    if on_gpu
+                    else f"{name} is for GPUs, but this run is on a CPU; lay {overlay} over the recipe"
                 )
+
+    def before_fit(self) -> None:
+        self.before_predict()
+        config = self.config[self.subcommand]
         if self.datamodule is None:
             raise ValueError("no data: add --data CLASS, or a recipe with a data section")
         wanted = config.ckpt_path

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric
 
-from coolsd.checkpoint import sha256, write_json
+from coolsd.checkpoint import same_weights, sha256, write_json
 from coolsd.heads.checkpoint import read_head, save_head
 from coolsd.heads.eagle import EagleConfig, EagleHead, MultiLayerHead, make_head
 from coolsd.interfaces import AcceptanceRule
@@ -182,7 +182,7 @@ class DraftTraining(L.LightningModule):
             ("layers", config.layers, settings.layers),
             ("context", config.context, settings.context),
         ):
-            if ours != theirs:
+            if ours != theirs and not (name == "target" and same_weights(config.target, settings.target)):
                 raise ValueError(
                     f"{origin} is a head with {name} {ours!r}, but {folder} has {theirs!r}; extract features for "
                     "it, or train another head"
@@ -433,7 +433,9 @@ class DraftTraining(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises ValueError, before the checkpoint replaces another one, where a weight is not finite."""
         assert self.head is not None
-        if broken := [name for name, weight in self.named_parameters() if not weight.isfinite().all()]:
+        # of weights that ZeRO-3 shares out, the own share
+        held = ((name, getattr(weight, "ds_tensor", weight)) for name, weight in self.named_parameters())
+        if broken := [name for name, weight in held if not weight.isfinite().all()]:
             raise ValueError(
                 f"{broken[0]} is not finite after step {self.global_step}, so no checkpoint is written; lower "
                 "model.learning_rate, and go on from the last one"
@@ -452,3 +454,7 @@ class DraftTraining(L.LightningModule):
         self._check_cache(config, "the checkpoint", self.trainer.datamodule.cache.settings)  # type: ignore[attr-defined]
         if "average" in checkpoint:
             checkpoint["state_dict"] = checkpoint["average"]
+            if (
+                not self.trainer.training
+            ):  # a look is at the average, as without DeepSpeed, which has read its own weights
+                self.load_state_dict(checkpoint["average"])
