@@ -183,7 +183,8 @@ def _fit(
 def optimizer_step(
     head: EagleConfig, ends: Mapping[str, Tensor], branches: int, samples: int, device: torch.device, precision: str
 ) -> dict[str, float]:
-    """One step, the third, of a head of this shape on a synthetic cache of so many samples: what `coolsd bench` prints.
+    """One step of a head of this shape on a synthetic cache of so many samples, as `coolsd bench` prints it: the third
+    on a GPU; the first on a CPU, which warms up in no time and may take minutes.
 
     ends: the target's. precision: Lightning's. Returns milliseconds, and bytes by the shapes (`training_bytes`).
     """
@@ -210,7 +211,7 @@ def optimizer_step(
             shape.layers, shape.intermediate_size, guidance=_guidance(settings), acceptance_weight=5.0
         )
         steps, data = _Steps(), FeatureModule(str(Path(folder) / "cache"), samples, held_out=0)
-        _fit(module, data, steps, 3, device, precision=precision)
+        _fit(module, data, steps, 1 if device.type == "cpu" else 3, device, precision=precision)
         assert module.head is not None
         width = 4 if precision.startswith("32") else 2
         needed = training_bytes(module.head, samples, branches, acceptance=True, width=width)
