@@ -454,7 +454,5 @@ class DraftTraining(L.LightningModule):
         self._check_cache(config, "the checkpoint", self.trainer.datamodule.cache.settings)  # type: ignore[attr-defined]
         if "average" in checkpoint:
             checkpoint["state_dict"] = checkpoint["average"]
-            if (
-                not self.trainer.training
-            ):  # a look is at the average, as without DeepSpeed, which has read its own weights
+            if not self.trainer.training:  # DeepSpeed has read the last step's weights; a look is at the average
                 self.load_state_dict(checkpoint["average"])
