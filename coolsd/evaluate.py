@@ -210,6 +210,7 @@ def evaluate(
             "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
         }
         keep_scores(found, before)
+        write_json(out / "results.json", found)  # a metric that fails costs no other number
         failures = [why for metric in metrics if (why := score(metric, found, out, model.device))]
         if baseline is not None:
             found["baseline"] = baseline
@@ -248,8 +249,7 @@ def evaluate(
             "write into one folder of a disk that they share"
         )
     collect(pieces)
-    found = write()  # a metric that fails costs no other number
-    return write(wanted) if wanted else found
+    return write(wanted)
 
 
 def journal_name(rank: int) -> str:

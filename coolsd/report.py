@@ -37,10 +37,14 @@ def write(folder: Path, results: dict[str, Any]) -> None:
     drawn = {name: figure for name, figure in figures if figure}
     sheet = images(folder, results)
     (folder / "figures").mkdir(exist_ok=True)
+    pngs = {}
     for name, figure in (drawn | ({"images": sheet} if sheet else {})).items():
-        for kind in ("png", "svg"):
-            write_whole(folder / "figures" / f"{name}.{kind}", partial(figure.savefig, format=kind))
-    page = html(folder, results, {name: png(figure) for name, figure in drawn.items()})
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once for both formats
+        pngs[name] = png(figure)
+        write_whole(folder / "figures" / f"{name}.png", partial(Path.write_bytes, data=pngs[name]))
+        write_whole(folder / "figures" / f"{name}.svg", partial(figure.savefig, format="svg"))
+    page = html(folder, results, pngs)
     write_whole(folder / "report.html", lambda part: part.write_text(page, "utf-8"))
     write_whole(folder / "table.md", lambda part: part.write_text(markdown(results), "utf-8"))
 

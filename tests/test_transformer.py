@@ -19,6 +19,7 @@ from coolsd.transformer import (
     grid_rope,
     interleave,
     line_rope,
+    linear,
     product,
     rotate,
 )
@@ -287,3 +288,35 @@ def test_emulated_bfloat16_products_are_rounded_once(rng, monkeypatch, rows):
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found.double(), exact, rtol=2**-11, atol=1e-5)
+
+
+def test_emulated_bfloat16_has_the_gradients_of_exact_products(rng, monkeypatch):
+    """Autocast where the CPU has no bfloat16: bfloat16 numbers in, float32 sums, each result rounded once."""
+    monkeypatch.setattr("coolsd.transformer.bfloat16_on_cpu", lambda: False)
+    x, weight, bias, ahead = (torch.randn(*shape, generator=rng) for shape in ((6, 8), (5, 8), (5,), (6, 5)))
+    learned = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear(x, weight, bias)
+    found.backward(ahead.bfloat16())
+    rounded = [tensor.detach().bfloat16().double().requires_grad_() for tensor in learned]
+    exact = torch.nn.functional.linear(*rounded)
+    exact.backward(ahead.bfloat16().double())
+    assert found.dtype == torch.bfloat16
+    pairs = [(found, exact), *((a.grad, b.grad) for a, b in zip(learned, rounded, strict=True))]
+    for one, other in pairs:
+        torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
+    with pytest.raises(AssertionError):  # bfloat16 numbers went in, so the float32 product is another one
+        torch.testing.assert_close(
+            found.double(), torch.nn.functional.linear(x, weight, bias).double(), rtol=2**-9, atol=1e-5
+        )
+
+
+def test_emulation_is_for_gradients_and_autocast_alone(rng, monkeypatch):
+    """Frozen bfloat16 weights are not made float32 for each token, float32 ones not touched."""
+    monkeypatch.setattr("coolsd.transformer.bfloat16_on_cpu", lambda: False)
+    x, weight = torch.randn(2, 8, generator=rng), torch.randn(5, 8, generator=rng)
+    torch.testing.assert_close(linear(x, weight), torch.nn.functional.linear(x, weight), rtol=0, atol=0)
+    low = weight.bfloat16()
+    with torch.inference_mode():
+        monkeypatch.setattr(low, "to", None, raising=False)
+        assert linear(x.bfloat16(), low).dtype == torch.bfloat16

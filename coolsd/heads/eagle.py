@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coolsd.interfaces import TargetOutput
 from coolsd.kv_cache import KVCache
-from coolsd.transformer import Linear, Transformer, TransformerConfig, freeze, product
+from coolsd.transformer import Linear, Transformer, TransformerConfig, freeze, linear, product
 
 PAIRINGS = ("next", "same")
 
@@ -172,7 +172,7 @@ class EagleHead(nn.Module):
         table = self._embeddings() if self._table is None else self._table
         token = table[tokens] if context is None else table[tokens] + context
         if self._table is None:
-            x = self.fc(torch.cat([token, hidden_states], dim=-1))
+            x = linear(torch.cat([token, hidden_states], dim=-1), self.fc.weight, self.fc.bias)
         else:
             x = token + self._feature(hidden_states)
         return self.transformer(x, rope, mask, cache, flat)
@@ -184,7 +184,7 @@ class EagleHead(nn.Module):
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., V] by the target's own output matrix, with no further norm."""
         if self._table is None:
-            return torch.nn.functional.linear(hidden_states, self.lm_head)
+            return linear(hidden_states, self.lm_head)
         return self._output(hidden_states)
 
 
