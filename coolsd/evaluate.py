@@ -137,15 +137,9 @@ def evaluate(
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
         seed: Image i is a function of (caption, seed, i).
     """
-    for name, value in (("limit", limit), ("repeats", repeats), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, but must be >= 1")
-    names = ["ar", *(slug(method.name) for method in methods)]
-    if doubled := {name for name in names if names.count(name) > 1 or not name}:
-        raise ValueError(f"method names must differ, also from 'ar' and from nothing: {', '.join(sorted(doubled))!r}")
-    if baseline not in (None, "ar", *(method.name for method in methods)):
-        known = ", ".join(method.name for method in methods)
-        raise ValueError(f"no method named {baseline!r} for a baseline; choose one of ar, {known}")
+    _check(
+        {"limit": limit, "repeats": repeats, "batch_size": batch_size}, [method.name for method in methods], baseline
+    )
     captions = find_captions(prompts, split, limit, seed)
     rank, processes = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     if processes > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
@@ -196,45 +190,13 @@ def evaluate(
         for key, contender, *_ in work:
             contender.images.extend(pieces.get(key, []))
 
-    def write(metrics: Sequence[Metric] = ()) -> dict[str, Any]:
-        plain = contenders[0].images
-        measured = {image["row"] for image in plain}  # after Ctrl-C another method may be one batch ahead
-        images = {c.name: [image for image in c.images if image["row"] in measured] for c in contenders}
-        shown = captions[: 1 + max(image["prompt"] for image in plain)]
-        found = {
-            "schema": 1,
-            **about,
-            "prompts": len(shown),
-            "captions": shown,
-            "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
-            "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
-        }
-        keep_scores(found, before)
-        write_json(out / "results.json", found)  # a metric that fails costs no other number
-        failures = [why for metric in metrics if (why := score(metric, found, out, model.device))]
-        if baseline is not None:
-            found["baseline"] = baseline
-            base = next(row for row in found["rows"] if row["name"] == baseline)
-            for row in found["rows"]:
-                others = (
-                    None if row is base else results.paired(row["per_image"], base["per_image"], [*found["metrics"]])
-                )
-                row["against_baseline"] = others
-        write_json(out / "results.json", found)
-        report.write(out, found)
-        results.show(found)
-        print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
-        if failures:
-            raise ValueError(f"all else is measured, but not {'; '.join(failures)}")
-        return found
-
     try:
         own = [batch for batch in work if batch[2] % processes == rank]
         measure(model, own, captions, sampling, seed, batch_size, out, journal, quiet=rank > 0)
     except BaseException:  # also Ctrl-C: what all methods have decoded by now stays, with its numbers
         collect(journal.pieces)
         if processes == 1 and all(contender.images for contender in contenders):
-            write()
+            conclude(contenders, captions, about, out, before, baseline, [], model.device)
         raise
     if processes > 1:
         torch.distributed.barrier()
@@ -249,7 +211,54 @@ def evaluate(
             "write into one folder of a disk that they share"
         )
     collect(pieces)
-    return write(wanted)
+    return conclude(contenders, captions, about, out, before, baseline, wanted, model.device)
+
+
+def _check(numbers: dict[str, int | None], methods: list[str], baseline: str | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, but must be >= 1")
+    names = ["ar", *(slug(method) for method in methods)]
+    if doubled := {name for name in names if names.count(name) > 1 or not name}:
+        raise ValueError(f"method names must differ, also from 'ar' and from nothing: {', '.join(sorted(doubled))!r}")
+    if baseline not in (None, "ar", *methods):
+        raise ValueError(f"no method named {baseline!r} for a baseline; choose one of ar, {', '.join(methods)}")
+
+
+def conclude(
+    contenders: Sequence[Contender], captions: Sequence[str], about: dict[str, Any], out: Path,
+    before: dict[str, Any] | None, baseline: str | None, metrics: Sequence[Metric], device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """Write results.json, table.md and report.html of what all methods have decoded, and show them. before: an
+    earlier results.json, whose scores of the same images stay. Raises ValueError, after that, where a metric failed."""
+    plain = contenders[0].images
+    measured = {image["row"] for image in plain}  # after Ctrl-C another method may be one batch ahead
+    images = {c.name: [image for image in c.images if image["row"] in measured] for c in contenders}
+    shown = captions[: 1 + max(image["prompt"] for image in plain)]
+    found = {
+        "schema": 1,
+        **about,
+        "prompts": len(shown),
+        "captions": shown,
+        "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
+        "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
+    }
+    keep_scores(found, before)
+    write_json(out / "results.json", found)  # a metric that fails costs no other number
+    failures = [why for metric in metrics if (why := score(metric, found, out, device))]
+    if baseline is not None:
+        found["baseline"] = baseline
+        base = next(row for row in found["rows"] if row["name"] == baseline)
+        for row in found["rows"]:
+            others = None if row is base else results.paired(row["per_image"], base["per_image"], [*found["metrics"]])
+            row["against_baseline"] = others
+    write_json(out / "results.json", found)
+    report.write(out, found)
+    results.show(found)
+    print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
+    if failures:
+        raise ValueError(f"all else is measured, but not {'; '.join(failures)}")
+    return found
 
 
 def journal_name(rank: int) -> str:
