@@ -244,18 +244,22 @@ def conclude(
         "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
     }
     keep_scores(found, before)
-    write_json(out / "results.json", found)  # a metric that fails costs no other number
-    failures = [why for metric in metrics if (why := score(metric, found, out, device))]
-    if baseline is not None:
-        found["baseline"] = baseline
-        base = next(row for row in found["rows"] if row["name"] == baseline)
-        for row in found["rows"]:
-            others = None if row is base else results.paired(row["per_image"], base["per_image"], [*found["metrics"]])
-            row["against_baseline"] = others
-    write_json(out / "results.json", found)
-    report.write(out, found)
-    results.show(found)
-    print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
+    write_json(out / "results.json", found)  # a metric that fails, or is stopped, costs no other number
+    failures: list[str] = []
+    try:
+        for metric in metrics:
+            failures += filter(None, [score(metric, found, out, device)])
+    finally:
+        if baseline is not None:
+            found["baseline"] = baseline
+            base = next(row for row in found["rows"] if row["name"] == baseline)
+            for row in found["rows"]:
+                own, metrics_of = row["per_image"], [*found["metrics"]]
+                row["against_baseline"] = None if row is base else results.paired(own, base["per_image"], metrics_of)
+        write_json(out / "results.json", found)
+        report.write(out, found)
+        results.show(found)
+        print(f"{out / 'results.json'}, {out / 'table.md'}, {out / 'report.html'}")
     if failures:
         raise ValueError(f"all else is measured, but not {'; '.join(failures)}")
     return found

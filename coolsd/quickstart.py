@@ -36,12 +36,12 @@ FAST = Sizes(images=64, steps=50, prompts=2, fresh_prompts=1)
 
 def steps(out: Path, sizes: Sizes) -> dict[str, list[str]]:
     """Title -> arguments of `coolsd`, for the steps before the evaluation. All overrides of recipes are here."""
-    features, run = out / f"features-{sizes.images}", out / "fit"
+    features, run = out / f"features-{sizes.images}-conditional", out / "fit"
     return {
         f"extract: hidden states of the target on {sizes.images} captioned images": [
             "extract", "--config", f"{RECIPES / 'extract.yaml'}", "--model.init_args.cache", f"{features}",
             "--data.init_args.limit", f"{sizes.images}", "--model.init_args.guidance", "false",
-            "--model.init_args.null_fraction", "0.1",  # half the time of both branches; the head learns as well
+            "--model.init_args.null_fraction", "0.1",  # half the time of both branches: see draft.yaml
         ],
         f"fit: a draft head, {sizes.steps} steps on them": [
             "fit", "--config", f"{RECIPES / 'draft.yaml'}", "--out", f"{run}", "--data.init_args.cache", f"{features}",

@@ -290,33 +290,65 @@ def test_emulated_bfloat16_products_are_rounded_once(rng, monkeypatch, rows):
         torch.testing.assert_close(found.double(), exact, rtol=2**-11, atol=1e-5)
 
 
-def test_emulated_bfloat16_has_the_gradients_of_exact_products(rng, monkeypatch):
-    """Autocast where the CPU has no bfloat16: bfloat16 numbers in, float32 sums, each result rounded once."""
+@pytest.fixture
+def multiplied(monkeypatch):
+    """The dtypes in which F.linear multiplies, on a CPU without bfloat16."""
     monkeypatch.setattr("coolsd.transformer.bfloat16_on_cpu", lambda: False)
-    x, weight, bias, ahead = (torch.randn(*shape, generator=rng) for shape in ((6, 8), (5, 8), (5,), (6, 5)))
+    seen, plain = [], torch.nn.functional.linear
+
+    def spy(x, weight, bias=None):
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype)
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr("coolsd.transformer.F.linear", spy)
+    return seen
+
+
+def test_emulated_bfloat16_has_the_gradients_of_exact_products(rng, multiplied):
+    """Autocast where the CPU has no bfloat16: bfloat16 numbers in, float32 sums, the result rounded once."""
+    x, weight, bias, ahead = (torch.randn(*shape, generator=rng) for shape in ((2, 3, 8), (5, 8), (5,), (2, 3, 5)))
     learned = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     with torch.autocast("cpu", torch.bfloat16):
         found = linear(x, weight, bias)
+    assert multiplied == [torch.float32]
     found.backward(ahead.bfloat16())
     rounded = [tensor.detach().bfloat16().double().requires_grad_() for tensor in learned]
-    exact = torch.nn.functional.linear(*rounded)
+    exact = rounded[0] @ rounded[1].T + rounded[2]
     exact.backward(ahead.bfloat16().double())
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == torch.bfloat16 and all(tensor.grad.dtype == torch.float32 for tensor in learned)
     pairs = [(found, exact), *((a.grad, b.grad) for a, b in zip(learned, rounded, strict=True))]
     for one, other in pairs:
         torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
-    with pytest.raises(AssertionError):  # bfloat16 numbers went in, so the float32 product is another one
-        torch.testing.assert_close(
-            found.double(), torch.nn.functional.linear(x, weight, bias).double(), rtol=2**-9, atol=1e-5
-        )
+    with pytest.raises(AssertionError):  # not of the numbers before they were rounded
+        torch.testing.assert_close(weight.grad, ahead.flatten(0, 1).T @ x.detach().flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_emulation_is_for_gradients_and_autocast_alone(rng, monkeypatch):
-    """Frozen bfloat16 weights are not made float32 for each token, float32 ones not touched."""
-    monkeypatch.setattr("coolsd.transformer.bfloat16_on_cpu", lambda: False)
+def test_emulation_keeps_nothing_in_float32(rng, multiplied):
+    """What the way back needs: bfloat16 numbers and the weight itself."""
+    kept = []
+    x, weight = torch.randn(6, 8, generator=rng), torch.randn(5, 8, generator=rng).requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        linear(x, weight)
+    assert [tensor.dtype == torch.bfloat16 or tensor is weight for tensor in kept] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_emulation_is_for_gradients_and_autocast_alone(rng, multiplied, dtype):
+    """Frozen bfloat16 weights are not made float32 for each token, and what is float32 stays as it is."""
     x, weight = torch.randn(2, 8, generator=rng), torch.randn(5, 8, generator=rng)
-    torch.testing.assert_close(linear(x, weight), torch.nn.functional.linear(x, weight), rtol=0, atol=0)
-    low = weight.bfloat16()
     with torch.inference_mode():
-        monkeypatch.setattr(low, "to", None, raising=False)
-        assert linear(x.bfloat16(), low).dtype == torch.bfloat16
+        assert linear(x.to(dtype), weight.to(dtype)).dtype == dtype
+    exact = linear(x, weight)
+    torch.testing.assert_close(exact, x @ weight.T)
+    assert multiplied == [dtype, torch.float32]
+
+
+def test_autocast_leaves_a_compiled_training_whole(rng):
+    """Emulation is for what is not compiled; a compiler finds nothing in its way."""
+    module = Transformer(TransformerConfig(8, 1, 2, 12))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch._dynamo.explain(module)(torch.randn(1, 3, 8, generator=rng), torch.ones(1, 3, 2, 2))
+    assert found.graph_count == 1

@@ -66,7 +66,7 @@ class AcceptedLength(L.Callback):
         drawn = target.image_tokenizer is not None
         result = generate(target, captions, Chain(head), Vanilla(), self.sampling, decode_images=drawn)
         length = summary(result.accepted_length.tolist()) or {}
-        words = f"vanilla, chain of 5, {len(captions)} captions"
+        words = f"vanilla, chain of 5, guidance {self.sampling.guidance:g}, {len(captions)} captions"
         rank_zero_info(f"accepted length {when} training: {with_half(length, 2)} ({words})")
         if trainer.logger is not None:
             found = {"accepted_length": length["mean"], "accepted_length_ci95": half(length) or 0.0}
