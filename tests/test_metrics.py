@@ -193,6 +193,8 @@ class Half(Metric):
     def score(self, pictures, captions, device):
         if self.fault == "breaks":
             raise KeyError("weights")
+        if self.fault == "stopped":
+            raise KeyboardInterrupt
         return float("nan") if self.fault == "nan" else len(pictures) / 2
 
     def about(self):
@@ -213,6 +215,10 @@ def test_a_metric_that_fails_costs_no_other_and_what_was_measured_stays(saved_to
     assert list(found["metrics"]) == ["half"] and found["rows"][0]["half_nan"] is None
     said = capfd.readouterr().err
     assert "half_breaks: KeyError 'weights'; half_nan: ValueError the score is nan" in said
+    (tmp_path / "run" / "report.html").unlink()
+    code, found = run("", "stopped")  # Ctrl-C
+    assert code == 130 and [row["half"] for row in found["rows"]] == [1.0, 1.0] and found["rows"][0]["against_baseline"]
+    assert (tmp_path / "run" / "report.html").exists()
     code, found = run("missing")  # a later run that lacks the network, or is stopped before it scores
     assert (
         code == 0
