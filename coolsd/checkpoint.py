@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 CONFIG_BYTES = 1 << 20
 INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 1 << 24
+Module = TypeVar("Module", bound=nn.Module)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -121,7 +122,7 @@ def read_json(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, more than the {most} that such a file may have")
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of text, syntax, a number of thousands of digits; of depth
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
@@ -201,6 +202,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def load_made(make: Callable[[], Module], tensors: Mapping[str, Tensor], source: str | Path) -> Module:
+    """make() with these weights. Made without memory first, as its config may be a stranger's and tell of any size.
+
+    Raises ValueError where names or shapes of the tensors are not those of its weights.
+    """
+    with torch.device("meta"), as_told(source):
+        check_fits(make(), tensors, source)
+    module = make()
+    module.load_state_dict(tensors)
+    return module
 
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path) -> None:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from coolsd.checkpoint import find_folder, fingerprint, load_strictly, read_json, read_tensors, save_checkpoint
+from coolsd.checkpoint import find_folder, fingerprint, load_made, read_json, read_tensors, save_checkpoint
 from coolsd.metrics import FID, ImageMetric, squares, weights_hash
-from coolsd.targets.captions import WordEncoder
+from coolsd.targets.captions import WordEncoder, read_vocabulary
 
 SIZE = 64  # pixels a side
 SLOTS = 24  # words of a caption
@@ -98,8 +98,8 @@ class CaptionImageNetwork(nn.Module):
             raise ValueError(
                 f"{folder / 'config.json'} is not the config of a caption-image network: {error}"
             ) from None
-        network = cls(shape, Tokenizer.from_file(str(folder / "captions.json")))
-        load_strictly(network, read_tensors(folder), folder / "model.safetensors")
+        words = read_vocabulary(folder / "captions.json", shape.words)
+        network = load_made(lambda: cls(shape, words), read_tensors(folder), folder / "model.safetensors")
         return network.eval().requires_grad_(False)
 
 

@@ -8,32 +8,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from coolsd.checkpoint import find_folder, read_json
 from coolsd.cli import argument_parser
 from coolsd.generate_images import progress_bar, read_prompts
+from coolsd.targets import pick_device
 from coolsd.targets.captions import T5Encoder
 from coolsd.targets.llamagen import LlamaGenConfig
 
 
-def encode_captions(target: Path, prompts: Path, device: str = "cpu", dtype: str = "bfloat16") -> None:
-    """Encode a file of captions; those that are kept already are not encoded again.
+def encode_captions(target: Path, prompts: Path, device: str = "auto") -> None:
+    """Encode a file of captions in bfloat16, as LANTERN; those that are kept already are not encoded again.
 
     Args:
         target: Checkpoint folder of a LlamaGen target, or its name under checkpoints/; features go to captions/ in it.
         prompts: File with one caption a line.
-        device: Of the text encoder.
-        dtype: Of the text encoder and its features: bfloat16 (as LANTERN) or float32; decoding looks for bfloat16.
+        device: Of the text encoder: cpu, cuda, mps or auto.
     """
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype is {dtype!r}; choose bfloat16 or float32")
     folder = find_folder(target)
     config = read_json(folder / "config.json")
     if config.get("architecture") != "llamagen" or config.get("words") or config.get("classes"):
         raise ValueError(f"{folder} is not prompted through T5, so there is nothing to encode")
     own = LlamaGenConfig.from_json(config)
-    encoder = T5Encoder(own.text_encoder, folder / "captions", device, getattr(torch, dtype))
+    encoder = T5Encoder(own.text_encoder, folder / "captions", pick_device(device))
     captions = read_prompts(prompts)
     with progress_bar("captions", len(captions), "encoded") as bar:
         for count, caption in enumerate(captions, start=1):

@@ -19,8 +19,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from coolsd.checkpoint import check_fits, fingerprint, load_strictly, read_json, read_tensors
+from coolsd.checkpoint import check_fits, fingerprint, load_made, read_json, read_tensors
 from coolsd.metrics import ImageMetric
+from coolsd.published import layers_of
 
 MEAN, SD = 0.16717362830052426, 1.0333394966054072  # of the published network's own outputs on its authors' data
 PIECES = 35  # word pieces of a caption, at most
@@ -117,9 +118,6 @@ def from_published(tensors: Mapping[str, Tensor], source: Path) -> tuple[ImageRe
     """Config, read off the shapes, and tensors by our names. Raises ValueError where they do not make the network."""
     ours = {name: tensors[theirs] for theirs, name in our_names(list(tensors)).items()}
 
-    def layers(prefix: str) -> int:
-        return 1 + max((int(found[1]) for name in ours if (found := re.match(rf"{prefix}\.(\d+)\.", name))), default=-1)
-
     try:
         patches = ours["vision.embeddings.patch_embedding.weight"]
         side = round((ours["vision.embeddings.position_embedding"].shape[1] - 1) ** 0.5)
@@ -128,10 +126,10 @@ def from_published(tensors: Mapping[str, Tensor], source: Path) -> tuple[ImageRe
             image_size=side * patches.shape[-1],
             patch_size=patches.shape[-1],
             vision_size=len(patches),
-            vision_layers=layers(r"vision\.encoder\.layers"),
+            vision_layers=layers_of(ours, re.compile(r"^vision\.encoder\.layers\.(\d+)\.")),
             vision_intermediate=len(ours["vision.encoder.layers.0.mlp.fc1.weight"]),
             text_size=words.shape[1],
-            text_layers=layers(r"text\.encoder\.layer"),
+            text_layers=layers_of(ours, re.compile(r"^text\.encoder\.layer\.(\d+)\.")),
             text_intermediate=len(ours["text.encoder.layer.0.intermediate.dense.weight"]),
             word_pieces=len(words),
             positions=len(ours["text.embeddings.position_embeddings.weight"]),
@@ -185,8 +183,8 @@ class ImageReward(ImageMetric):
 
             tokenizer = AutoTokenizer.from_pretrained(self.words)
             about = {name: value for name, value in read_json(self.folder / "config.json").items() if name != "type"}
-            network = ImageRewardNetwork(ImageRewardConfig(**about))
-            load_strictly(network, read_tensors(self.folder), self.folder)
+            config = ImageRewardConfig(**about)
+            network = load_made(lambda: ImageRewardNetwork(config), read_tensors(self.folder), self.folder)
             self._found["network"] = fingerprint(self.folder)
             self._loaded = tokenizer, network.float().eval()
         return self._loaded

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # whatever a file's name says; none that runs another program
 PIXELS = 1 << 26  # of a real image, at most
 INCEPTION = "weights-inception-2015-12-05-6726825d.pth"  # torch-fidelity's, the one that FIDs are comparable under
 INCEPTION_BYTES = 80_000_000  # it has some more
@@ -72,7 +73,7 @@ def squares(pictures: Iterable[Path], size: int) -> Iterator[Tensor]:
     """
     for path in pictures:
         try:
-            with Image.open(path) as picture:
+            with Image.open(path, formats=FORMATS) as picture:
                 if picture.width * picture.height > PIXELS:
                     raise ValueError(f"{path} has {picture.width} x {picture.height} pixels, more than {PIXELS}")
                 side = min(picture.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,13 @@ def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     raise FileNotFoundError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
-def layers_of(tensors: Iterable[str]) -> int:
-    return 1 + max((int(found[1]) for name in tensors if (found := LAYER.search(name))), default=-1)
+def layers_of(tensors: Collection[str], layer: re.Pattern[str] = LAYER) -> int:
+    """Raises ValueError where a name has a number that so few tensors cannot have counted up to."""
+    numbers = (found[1] for name in tensors if (found := layer.search(name)))
+    last = max((int(number[:10]) for number in numbers), default=-1)
+    if last >= len(tensors):
+        raise ValueError(f"a tensor is of layer {last}, but there are only {len(tensors)} tensors")
+    return last + 1
 
 
 def number(config: Mapping[str, Any], name: str, source: Path) -> int:

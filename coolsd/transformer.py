@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from coolsd.kv_cache import KVCache
 
+MOST_LAYERS = 1 << 10
 PACKED_BYTES = 1 << 24  # larger weights are not kept twice
 SMALL = 1 << 20  # multiplications that another library ends before oneDNN begins (measured on one AMD with AVX2)
 EMULATED_ROWS, PART = 6, 512  # see `product`
@@ -45,6 +46,8 @@ class TransformerConfig:
             value, least = getattr(self, name), int(name != "kv_heads")
             if type(value) is not int or not least <= value < 1 << 31:
                 raise ValueError(f"transformer: {name} is {value!r}, but must be an integer >= {least}")
+        if self.layers > MOST_LAYERS:  # each takes memory, weights or not
+            raise ValueError(f"transformer: layers is {self.layers}, but must be at most {MOST_LAYERS}")
         if type(self.norm_eps) not in (int, float) or not 0 < self.norm_eps < 1:
             raise ValueError(f"transformer: norm_eps is {self.norm_eps!r}, but must be a number between 0 and 1")
         if self.hidden_size % self.heads:

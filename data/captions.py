@@ -47,7 +47,7 @@ CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentences", "prompt")
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
 SPLITS = {"train": "train", "training": "train", "val": "validation", "valid": "validation", "dev": "validation",
           "validation": "validation", "test": "test", "testing": "test"}  # fmt: skip
-LARGEST_FILE = 1 << 30  # bytes of an image, or of a caption file
+LARGEST_FILE, LARGEST_CAPTION = 1 << 30, 1 << 20  # bytes of an image, and of a caption beside one
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
@@ -435,9 +435,14 @@ def _beside(folder: Path, images: Sequence[Path]) -> datasets.Dataset:
     for path in images:
         text = path.with_suffix(".txt")
         inside = text.is_file() and text.resolve().is_relative_to(folder.resolve())
-        captions.append(text.read_bytes()[:LARGEST_FILE] if inside else b"")
+        captions.append(_start(text, LARGEST_CAPTION) if inside else b"")
     rows = [(name, words) for name, words in zip(names, captions, strict=True) if _encodes(name)]
     return datasets.Dataset.from_dict({"image": [name for name, _ in rows], "caption": [words for _, words in rows]})
+
+
+def _start(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def _encodes(name: str) -> bool:

@@ -44,9 +44,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from coolsd.checkpoint import sha256, write_whole
+from coolsd.checkpoint import read_json, sha256, write_whole
 
 SCHEMA = 1
+BEFORE = {"context": False, "layers": []}  # what caches of before these settings were made with
+LARGEST_MANIFEST = 1 << 28  # bytes
 OPEN = 512  # shards that a reader keeps mapped: a system lets a process map some thousand files
 DTYPES = {
     "float32": torch.float32,
@@ -163,7 +165,7 @@ class FeatureCacheWriter:
         begun = self.folder / "settings.json"
         ours = json.loads(_json({"schema": SCHEMA, **asdict(settings)}))
         if begun.exists():
-            _refuse_other_settings(self.folder, _read_json(begun), ours)
+            _refuse_other_settings(self.folder, read_json(begun, LARGEST_MANIFEST), ours)
         elif any(path.name != begun.name and path.suffix not in (".part", ".lock") for path in self.folder.iterdir()):
             raise ValueError(f"{self.folder} holds other files and is no feature cache; choose an empty folder")
         self._check_disk()
@@ -232,14 +234,13 @@ class FeatureCacheWriter:
             check_sample(index, sample, settings)
         rows = [row for sample in samples for row in sample.hidden_states]
         captions = [sample.caption.encode(errors="replace") for sample in samples]
-        states = {"hidden_states": torch.cat([torch.zeros(0, settings.hidden_size), *rows])}
+        states = {"hidden_states": _joined(rows, settings.hidden_size)}
         if settings.context:
             contexts = [sample.context for sample in samples if sample.context is not None]
-            none = torch.zeros(0, settings.image_tokens + 1, settings.hidden_size)
-            states["context"] = torch.cat([none, *contexts])
+            states["context"] = _joined(contexts, settings.image_tokens + 1, settings.hidden_size)
         if settings.layers:
-            none = torch.zeros(0, len(settings.layers) * settings.hidden_size)
-            states["layers"] = torch.cat([none, *(row for sample in samples for row in sample.layers)])
+            layers = [row for sample in samples for row in sample.layers]
+            states["layers"] = _joined(layers, len(settings.layers) * settings.hidden_size)
         ids = [row for sample in samples for row in sample.token_ids]
         tensors = {
             "token_ids": torch.cat([torch.zeros(0, dtype=torch.long), *ids]).to("cpu", torch.int32),
@@ -334,7 +335,7 @@ class FeatureCache:
             begun = (self.folder / "settings.json").exists()
             why = "an unfinished feature cache; run extract again, it resumes" if begun else "no feature cache"
             raise FileNotFoundError(f"{self.folder} is {why} (no manifest.json)")
-        manifest = _read_json(path)
+        manifest = read_json(path, LARGEST_MANIFEST)
         self.settings = _settings(manifest, path)
         shards = manifest.get("shards")
         if not isinstance(shards, list) or len(shards) != self.settings.shards:
@@ -345,8 +346,15 @@ class FeatureCache:
         self._files = [_checked_file(self.folder, entry, name) for entry, name in zip(files, names, strict=True)]
         self._starts = list(accumulate((_kept(path, i, entry, self.settings) for i, entry in enumerate(shards)),
                                        initial=0))  # fmt: skip
-        self.skipped = manifest.get("skipped", {})
-        self.relative_error = manifest.get("relative_error")
+        self.skipped, self.relative_error = manifest.get("skipped", {}), manifest.get("relative_error")
+        if not isinstance(self.skipped, dict) or not all(type(count) is int for count in self.skipped.values()):
+            raise ValueError(
+                f"{path} has skipped {str(self.skipped)[:80]}, but must have counts by reason; extract again"
+            )
+        if type(self.relative_error) not in (int, float, type(None)):
+            raise ValueError(
+                f"{path} has relative_error {str(self.relative_error)[:80]}, but must have a number; extract again"
+            )
         self._open: dict[int, _Shard] = {}
 
     def __len__(self) -> int:
@@ -597,11 +605,12 @@ def _check_ends(ends: Mapping[str, Tensor], settings: CacheSettings, path: Path)
             raise ValueError(f"{path}: {name} is {found}, but must be {list(expected)}")
         if not ends[name].isfinite().all():
             raise ValueError(f"{path}: {name} is not finite; extract again from a sound target")
+    if "rope" not in ends or ends["rope"].ndim != 3:
+        raise ValueError(f"{path} has no table of positions called rope; extract again")
 
 
-def _refuse_other_settings(folder: Path, begun: Any, ours: dict[str, Any]) -> None:
-    begun = begun if isinstance(begun, dict) else {}
-    begun = {"layers": [], **begun}  # caches of before them
+def _refuse_other_settings(folder: Path, begun: dict[str, Any], ours: dict[str, Any]) -> None:
+    begun = {**BEFORE, **begun}
     pairs = {name: (begun.get(name), value) for name, value in ours.items() if name != "settings"}
     theirs = begun.get("settings") if isinstance(begun.get("settings"), dict) else {}
     for name in {**theirs, **ours["settings"]}:
@@ -613,12 +622,13 @@ def _refuse_other_settings(folder: Path, begun: Any, ours: dict[str, Any]) -> No
             )
 
 
-def _settings(manifest: Any, path: Path) -> CacheSettings:
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else None
-        raise ValueError(f"{path} has schema {found!r}, but this version reads {SCHEMA}; extract again")
+def _settings(manifest: dict[str, Any], path: Path) -> CacheSettings:
+    if manifest.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {manifest.get('schema')!r}, but this version reads {SCHEMA}; extract again"
+        )
     names = [f.name for f in fields(CacheSettings)]
-    manifest = {"context": False, "layers": [], **manifest}  # caches of before them
+    manifest = {**BEFORE, **manifest}
     missing = [name for name in names if name not in manifest]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; extract again")
@@ -675,19 +685,17 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is no readable safetensors file ({error}); extract it again") from error
 
 
+def _joined(rows: Sequence[Tensor], *width: int) -> Tensor:
+    """Behind one another, in their own dtype; of none, none so wide."""
+    return torch.cat(list(rows)) if rows else torch.zeros(0, *width)
+
+
 def _offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
 def _hash_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no readable JSON ({error}); extract again") from error
 
 
 def _json(value: Any) -> bytes:

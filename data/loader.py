@@ -261,6 +261,7 @@ class FeatureModule(L.LightningDataModule):
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             drop_last=training,
+            pin_memory=torch.cuda.is_available(),
             collate_fn=_as_is,
         )
 

@@ -180,9 +180,7 @@ class States:
             return self.target.encode(captions, self.guidance)
         both = self.target.encode(captions, True)
         null = counter_uniforms(self.seed, torch.tensor(indices), 0, 1, 1)[0, :, 0] < self.null_fraction
-        branch, rows = null.long().to(both.mask.device), torch.arange(len(indices), device=both.mask.device)
-        inputs = {name: value[rows, branch][:, None] for name, value in both.inputs.items()}
-        return Prompt(both.captions, both.mask[rows, branch][:, None], inputs)
+        return both.choose(null.long().to(both.mask.device))
 
     @torch.no_grad()
     def __call__(self, images: Tensor | None, captions: Sequence[str], indices: Sequence[int]) -> list[CachedSample]:

@@ -191,6 +191,14 @@ def test_every_kind_of_file_is_used_or_skipped_for_its_reason(hostile):
     assert pictures["sixteen_bits.png"][:, 16, -4].tolist() == [100] * 3
 
 
+def test_a_caption_file_is_read_no_further_than_a_caption_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.captions.LARGEST_CAPTION", 7)
+    folder = beside(tmp_path)["source"]
+    with (tmp_path / "0.txt").open("ab") as file:
+        file.truncate(1 << 36)  # sparse; read whole it would end the process
+    assert ImageCaptionPairs(folder, SIZE)[0]["caption"] == "caption"
+
+
 def test_limits_are_the_users(hostile):
     folder, _ = hostile
     with pytest.raises(BadItem, match="40 x 40, more than 1599"):

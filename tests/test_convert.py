@@ -281,6 +281,8 @@ def damaged(kind, sources, folder):
     elif kind == "widths":
         weights["layers.0.feed_forward.w3.weight"] = weights["layers.0.feed_forward.w3.weight"][:, :-1]
         torch.save(weights, path)
+    elif kind == "layers":
+        torch.save({**weights, "layers.300000000.attention.wo.weight": torch.ones(2, 2)}, path)
     elif kind == "other":
         torch.save({"encoder.weight": torch.ones(2)}, path)
     return path
@@ -295,6 +297,7 @@ def damaged(kind, sources, folder):
         ("list", "holds a list, not tensors by name"),
         ("missing", "lacks layers.1.attention.wo.weight"),
         ("widths", "have different widths"),
+        ("layers", "a tensor is of layer 300000000, but there are only"),
         ("other", "of no known format: it has encoder.weight"),
         ("absent", "does not exist"),
     ],

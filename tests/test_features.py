@@ -237,6 +237,9 @@ def test_verify_finds_a_flipped_byte(cache):
         (lambda m: m.update(dtype="__import__"), "dtype"),
         (lambda m: m.update(schema=99), "schema 99"),
         (lambda m: m.pop("ends"), "ends.safetensors"),
+        (lambda m: m.update(skipped=[1]), "counts by reason"),
+        (lambda m: m.update(skipped={"broken": "1"}), "counts by reason"),
+        (lambda m: m.update(relative_error="0"), "relative_error 0"),
         (lambda m: m.clear(), "schema None"),
     ],
 )
@@ -496,7 +499,7 @@ def checkpoint(tmp_path_factory, toy_copy):
 def arguments(checkpoint, folder, *more):
     common = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false", "--data.limit", "10"]
     exact = ["--model.dtype", "float32", "--model.cache_dtype", "float32", "--model.samples_per_shard", "4"]
-    where = ["--model.target", str(checkpoint), "--model.cache", str(folder), "--data.batch_size", "3"]
+    where = ["--model.target", str(checkpoint), "--out", str(folder), "--data.batch_size", "3"]
     return [*common, *exact, *where, *more]
 
 

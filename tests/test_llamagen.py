@@ -1,15 +1,17 @@
 """The LlamaGen target against the official code, and its cached, tree and teacher-forced passes against each other."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 import coolsd
+from coolsd.checkpoint import write_fingerprint
 from coolsd.interfaces import DraftTree, Prompt
 from coolsd.sampling import Sampling
 from coolsd.targets.captions import ClassLabels, T5Encoder, clean
@@ -234,6 +236,52 @@ def test_a_saved_target_loads_and_says_the_same(toy_copy, tmp_path, rng):
     assert torch.equal(one, two)
 
 
+HUGE = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("target", {"grid": [3]}, r"grid is \[3\], but must be"),
+        ("target", {"prompt_slots": "4"}, "prompt_slots is '4'"),
+        ("target", {"codebook_size": 1 << 24}, "embedding.weight has shape"),
+        ("target", {"rope_base": None}, "rope_base is None"),
+        ("target", {"words": 2}, "has ids up to 3, but the model has 2"),
+        ("target", {"transformer": {"hidden_size": HUGE}}, "expected"),
+        ("target", {"transformer": {"layers": HUGE}}, "must be at most 1024"),
+        ("target", {"transformer": {"intermediate_size": HUGE}}, "expected"),
+        ("draft", {"prompt_slots": "4"}, "prompt_slots is '4'"),
+        ("draft", {"layers": None}, "not the config of an EAGLE head"),
+        ("draft", {"layers": ["1"]}, "must be integers"),
+        ("draft", {"transformer": {"layers": HUGE}}, "must be at most 1024"),
+        ("draft", {"transformer": {"intermediate_size": HUGE}}, "expected"),
+        ("draft", {"text": 1 << 24}, "missing text_embedding"),
+        ("tokenizer", {"channels": HUGE}, "expected"),
+        ("tokenizer", {"num_res_blocks": HUGE}, "must be at most 64"),
+    ],
+)
+def test_a_hostile_config_is_one_sentence_and_takes_no_memory(saved_toy, tmp_path, part, change, said):
+    shutil.copytree(saved_toy, tmp_path / "toy")
+    folder = tmp_path / "toy" / part
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in change.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    (folder / "config.json").write_text(json.dumps(config))
+    write_fingerprint(folder, list(json.loads((folder / "fingerprint.json").read_text())))
+    sound = None if part != "draft" else coolsd.load_target(tmp_path / "toy" / "target", "cpu")
+    with pytest.raises(ValueError, match=said) as raised:  # 2^30 x 2^30 floats would be a RuntimeError, or the end
+        coolsd.load_head(folder, sound) if sound else coolsd.load_target(tmp_path / "toy" / "target", "cpu")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_broken_vocabulary_is_one_sentence(saved_toy, tmp_path):
+    shutil.copytree(saved_toy, tmp_path / "toy")
+    (tmp_path / "toy" / "target" / "captions.json").write_text("{}")
+    write_fingerprint(tmp_path / "toy" / "target", ["config.json", "model.safetensors", "captions.json"])
+    with pytest.raises(ValueError, match=r"captions.json is no tokenizer .* copy the checkpoint's own"):
+        coolsd.load_target(tmp_path / "toy" / "target", "cpu")
+
+
 # ------------------------------------------------------------------------------------- what prompts a LlamaGen
 
 
@@ -276,6 +324,26 @@ def test_t5_features_are_those_of_a_padded_batch_moved_to_the_left(text_encoder,
     monkeypatch.setattr(T5Encoder, "_load", lambda self: pytest.fail("its features were kept"))
     again = T5Encoder(str(text_encoder), tmp_path / "kept", dtype=torch.float32)(captions[::-1], slots)
     assert torch.equal(again[0].flip(0), features) and torch.equal(again[1].flip(0), mask)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (b"half", "holds no caption features"),
+        ({"states": torch.zeros(2, 24)}, "holds no caption features"),
+        ({"features": torch.zeros(7, 24)}, r"have shape \[7, 24\]"),
+        ({"features": torch.zeros(24)}, r"have shape \[24\]"),
+        ({"features": torch.zeros(2, 23)}, "caption features 23 wide, and 24"),
+    ],
+    ids=str,
+)
+def test_broken_kept_features_are_one_sentence(text_encoder, tmp_path, broken, said):
+    encoder = T5Encoder(str(text_encoder), tmp_path, dtype=torch.float32)
+    encoder(["cat"], 6)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(broken) if isinstance(broken, bytes) else save_file(broken, path)
+    with pytest.raises(ValueError, match=said):
+        encoder(["cat", "a red apple"], 6)
 
 
 def test_any_caption_is_encoded_or_refused_in_a_sentence(text_encoder):

@@ -58,7 +58,7 @@ def test_decodes_like_llamagen(official):
 
 def test_codebook_is_on_the_unit_sphere(official):
     model, _ = official
-    torch.testing.assert_close(model.codebook().norm(dim=-1), torch.ones(model.config.codebook_size))
+    torch.testing.assert_close(model.quantize.codebook().norm(dim=-1), torch.ones(model.config.codebook_size))
 
 
 def test_grid_need_not_be_square(official):

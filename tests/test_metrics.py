@@ -86,6 +86,9 @@ def test_the_middle_square_is_resized(tmp_path):
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"text.png is no picture"):
         list(squares([tmp_path / "text.png"], 4))
+    (tmp_path / "drawing.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(ValueError, match="cannot identify"):  # not: where Ghostscript is, that is run
+        list(squares([tmp_path / "drawing.png"], 4))
     Image.new("1", (1 << 14, (1 << 12) + 1)).save(tmp_path / "bomb.png")
     with pytest.raises(ValueError, match=r"bomb.png has 16384 x 4097 pixels"):
         list(squares([tmp_path / "bomb.png"], 4))

@@ -12,7 +12,7 @@ from torch import Tensor
 from coolsd.checkpoint import (
     find_folder,
     fingerprint,
-    load_strictly,
+    load_made,
     read_json,
     read_tensors,
     same_weights,
@@ -52,9 +52,7 @@ def read_head(folder: str | Path, ends: Mapping[str, Tensor], target: str, verif
             f"head {path} was trained on {own.target}, but the target is {target}; "
             f"pass a head trained for it, or extract and fit again"
         )
-    head = make_head(own, ends)
-    load_strictly(head, read_tensors(path), path / "model.safetensors")
-    return head
+    return load_made(lambda: make_head(own, ends), read_tensors(path), path / "model.safetensors")
 
 
 def save_head(head: EagleHead, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:

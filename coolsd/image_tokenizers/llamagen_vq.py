@@ -3,7 +3,6 @@
 Module names equal the published state_dict, so official weights load strictly.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coolsd.checkpoint import find_folder, fingerprint, load_strictly, read_json, read_tensors, save_checkpoint
+from coolsd.checkpoint import find_folder, fingerprint, load_made, read_json, read_tensors, save_checkpoint
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,11 @@ class LlamaGenVQConfig:
             numbers = value if isinstance(value, tuple) and value else (value,)
             if field.name != "l2_norm" and not all(type(number) is int and number > 0 for number in numbers):
                 raise ValueError(f"image tokenizer config: {field.name} is {value!r}, but must be positive integers")
+        if self.num_res_blocks > 64 or len(self.channel_multipliers) > 16:
+            raise ValueError(
+                f"image tokenizer config: {self.num_res_blocks} blocks on each of "
+                f"{len(self.channel_multipliers)} levels, but must be at most 64 on 16"
+            )
         if self.channels % self.norm_groups:
             raise ValueError(f"channels is {self.channels}, not a multiple of norm_groups {self.norm_groups}")
         if self.image_size % self.downsampling:
@@ -224,10 +228,6 @@ class LlamaGenVQ(nn.Module):
         self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.codebook_embed_dim, config.z_channels, 1)
 
-    def codebook(self) -> Tensor:
-        """[K, C], of unit norm if `l2_norm`."""
-        return self.quantize.codebook()
-
     def raw_codebook(self) -> Tensor:
         """[K, C] as stored, whatever `l2_norm`."""
         return self.quantize.embedding.weight
@@ -262,9 +262,9 @@ class LlamaGenVQ(nn.Module):
         images = self.decode_code(indices.to(self.quant_conv.weight.device), grid)
         return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
-    def save(self, folder: str | Path, extra: Mapping[str, str] | None = None) -> str:
-        """Writes a checkpoint folder (extra: further text files by name) and returns its fingerprint."""
-        return save_checkpoint(Path(folder), {"type": "llamagen_vq", **asdict(self.config)}, self.state_dict(), extra)
+    def save(self, folder: str | Path) -> str:
+        """Writes a checkpoint folder and returns its fingerprint."""
+        return save_checkpoint(Path(folder), {"type": "llamagen_vq", **asdict(self.config)}, self.state_dict())
 
 
 def read_config(path: Path) -> LlamaGenVQConfig:
@@ -282,7 +282,7 @@ def load_image_tokenizer(
 ) -> LlamaGenVQ:
     """From a checkpoint folder, or a name under checkpoints/ such as "emoji/tokenizer"."""
     folder = find_folder(folder)
-    model = LlamaGenVQ(read_config(folder / "config.json"))
-    model.fingerprint = f"{folder.resolve().name}@{fingerprint(folder)}"
-    load_strictly(model, read_tensors(folder), folder / "model.safetensors")
+    config, hashed = read_config(folder / "config.json"), fingerprint(folder)
+    model = load_made(lambda: LlamaGenVQ(config), read_tensors(folder), folder / "model.safetensors")
+    model.fingerprint = f"{folder.resolve().name}@{hashed}"
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -51,10 +51,6 @@ class VQGANConfig:
             raise ValueError(f"channels is {self.channels}, not a multiple of {GROUPS}, the groups that are normalised")
 
     @property
-    def downsampling(self) -> int:
-        return 2 ** (len(self.channel_multipliers) - 1)
-
-    @property
     def widths(self) -> list[int]:
         return [self.channels * multiplier for multiplier in self.channel_multipliers]
 

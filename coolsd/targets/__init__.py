@@ -94,7 +94,7 @@ def load_target(
             from coolsd.image_tokenizers import load_image_tokenizer
 
             made_for = load_image_tokenizer(candidate, place, torch.float32)
-            codes, expected = len(made_for.raw_codebook()), getattr(target.config, "codes", target.codebook_size)
+            codes, expected = len(made_for.raw_codebook()), getattr(target.layout, "codes", target.codebook_size)
             if codes != expected:
                 raise ValueError(f"{candidate} has {codes} codes, but {path} has {expected}; put its own there")
             object.__setattr__(target, "image_tokenizer", made_for)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -62,6 +63,17 @@ class WordEncoder(nn.Module):
         return self.embedding(ids) * mask[..., None], mask
 
 
+def read_features(path: Path, slots: int) -> Tensor:
+    """[n <= slots, D] float32 that a `T5Encoder` has kept. Raises ValueError where the file is broken."""
+    try:
+        kept = load_file(path)["features"].float()
+        if kept.ndim != 2 or not 1 <= len(kept) <= slots:
+            raise ValueError(f"its features have shape {list(kept.shape)}")
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} holds no caption features ({error}); delete it, and it is made anew") from None
+    return kept
+
+
 class T5Encoder:
     """flan-t5's hidden states, as LlamaGen and LANTERN take them: cleaned text, at most P tokens, padding on the left.
 
@@ -92,6 +104,8 @@ class T5Encoder:
                 raise ValueError(f"caption {row} ({caption[:60]!r}) has no words")
         rows = [self._row(text, slots) for text in texts]
         width = rows[0].shape[-1]
+        if other := next((len(row[0]) for row in rows if row.shape[-1] != width), 0):
+            raise ValueError(f"{self.keep} has caption features {width} wide, and {other}; delete it, it is made anew")
         features = torch.zeros(len(rows), slots, width)
         mask = torch.zeros(len(rows), slots, dtype=torch.bool)
         for index, states in enumerate(rows):
@@ -106,7 +120,7 @@ class T5Encoder:
             made_by = f"{self.name} {self.dtype} {slots} {text}"
             path = self.keep / f"{hashlib.sha256(made_by.encode(errors='replace')).hexdigest()[:32]}.safetensors"
             if path.is_file():
-                return load_file(path)["features"].float()
+                return read_features(path, slots)
         row = self._run(text, slots)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,6 +149,17 @@ class T5Encoder:
                 ) from None
             self._loaded = tokenizer, model.eval().to(self.device)  # type: ignore[arg-type]
         return self._loaded
+
+
+def read_vocabulary(path: Path, ids: int) -> Tokenizer:
+    """Raises ValueError where the file is no tokenizer, or has ids that a table of so many rows has not."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"{path} is no tokenizer ({error}); copy the checkpoint's own {path.name} there") from None
+    if (last := max(tokenizer.get_vocab().values(), default=0)) >= ids:
+        raise ValueError(f"{path} has ids up to {last}, but the model has {ids}; copy the checkpoint's own there")
+    return tokenizer
 
 
 class ClassLabels:

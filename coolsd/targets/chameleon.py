@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from coolsd.checkpoint import Shards, as_told, check_fits
 from coolsd.interfaces import DraftTree, Layout, Prompt, TargetOutput
 from coolsd.kv_cache import KVCache, forced_mask
+from coolsd.targets.captions import read_vocabulary
 from coolsd.transformer import Linear, Transformer, TransformerConfig, interleave, line_rope
 
 LAYOUTS = ("lumina", "anole")
@@ -352,15 +353,8 @@ def read_tokenizer(path: Path, config: ChameleonConfig) -> Tokenizer:
             f"{path.parent}: {config.vocabulary} ids have no place for layout {config.layout} of {config.codes} codes, "
             f"which needs ids up to {config.last_id}; this is no Chameleon"
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ValueError(f"{path} is no tokenizer ({error}); copy the checkpoint's own tokenizer.json there") from None
+    tokenizer = read_vocabulary(path, config.vocabulary)
     check_codes(tokenizer.token_to_id, config.codes, path)
-    if (last := max(tokenizer.get_vocab().values(), default=0)) >= config.vocabulary:
-        raise ValueError(
-            f"{path} has ids up to {last}, but the model has {config.vocabulary}; copy the checkpoint's own there"
-        )
     tokenizer.encode_special_tokens = True
     return tokenizer
 

@@ -17,13 +17,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from coolsd.checkpoint import load_strictly, read_tensors, save_checkpoint
+from coolsd.checkpoint import load_made, read_tensors, save_checkpoint
 from coolsd.interfaces import DraftTree, Prompt, TargetOutput
 from coolsd.kv_cache import KVCache, forced_mask
-from coolsd.targets.captions import ClassLabels, T5Encoder, WordEncoder
+from coolsd.targets.captions import ClassLabels, T5Encoder, WordEncoder, read_vocabulary
 from coolsd.transformer import Linear, Transformer, TransformerConfig, grid_rope
 
 
@@ -46,6 +45,16 @@ class LlamaGenConfig:
     rope_base: float = 10000.0
     classes: int = 0
     text_encoder: str = "google/flan-t5-xl"
+
+    def __post_init__(self) -> None:
+        numbers = {"codebook_size": 1, "prompt_slots": 1, "caption_dim": 0, "words": 0, "sketch_rank": 0}
+        for name, least in {**numbers, "sketch_reach": 1, "classes": 0}.items():
+            if type(value := getattr(self, name)) is not int or not least <= value <= 1 << 24:
+                raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {1 << 24}")
+        if len(self.grid) != 2 or not all(type(side) is int and 0 < side <= 1 << 10 for side in self.grid):
+            raise ValueError(f"grid is {list(self.grid)}, but must be [rows, columns], each from 1 to {1 << 10}")
+        if type(self.rope_base) not in (int, float) or not 1 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base is {self.rope_base!r}, but must be a number above 1")
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> LlamaGenConfig:
@@ -261,10 +270,13 @@ class LlamaGen(nn.Module):
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any]) -> LlamaGen:
         own = LlamaGenConfig.from_json(config)
-        encoder: Any = ClassLabels(own.classes) if own.classes else T5Encoder(own.text_encoder, folder / "captions")
-        if own.words:
-            encoder = WordEncoder(Tokenizer.from_file(str(folder / "captions.json")), own.words, own.caption_dim)
-        model = cls(own, encoder)
-        load_strictly(model, read_tensors(folder), folder / "model.safetensors")
+        words = read_vocabulary(folder / "captions.json", own.words) if own.words else None
+
+        def encoder() -> Any:
+            if words is not None:
+                return WordEncoder(words, own.words, own.caption_dim)
+            return ClassLabels(own.classes) if own.classes else T5Encoder(own.text_encoder, folder / "captions")
+
+        model = load_made(lambda: cls(own, encoder()), read_tensors(folder), folder / "model.safetensors")
         model.folder = folder
         return model
