@@ -35,6 +35,12 @@ class Prompt:
     def branches(self) -> int:
         return self.mask.shape[1]
 
+    def choose(self, branch: Tensor) -> Prompt:
+        """One branch of each row: branch long [B] (0 = caption, 1 = null caption) -> prompt with G = 1."""
+        rows = torch.arange(len(branch), device=branch.device)
+        inputs = {name: value[rows, branch][:, None] for name, value in self.inputs.items()}
+        return Prompt(self.captions, self.mask[rows, branch][:, None], inputs)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -174,7 +180,11 @@ class Cache(Protocol):
 
 
 class TargetModel(Protocol):
-    """An autoregressive image model. Stateless but for the cache it hands out."""
+    """An autoregressive image model, an nn.Module. Stateless but for the cache it hands out.
+
+    A folder's config.json tells its "architecture", and for the estimate of memory "transformer" (`TransformerConfig`),
+    "prompt_slots", "grid" and "codebook_size". Compiled, its `transformer` is asked to `compile_shapes()`.
+    """
 
     image_tokens: int  # T, tokens of one image, those that a layout forces included
     codebook_size: int  # V
@@ -205,7 +215,7 @@ class TargetModel(Protocol):
 
     def encode(self, captions: Sequence[str], guidance: bool) -> Prompt: ...
 
-    def prefill(self, prompt: Prompt, tree_slots: int) -> tuple[TargetOutput, Any]:
+    def prefill(self, prompt: Prompt, tree_slots: int) -> tuple[TargetOutput, Cache]:
         """Output at all P prompt slots (logits of the last one only: [B, G, 1, V]) and a cache with room
         for T tokens and a tree of tree_slots nodes."""
 

@@ -81,7 +81,8 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
     Returns the first token whose cumulative mass exceeds uniform * total, hence never one without mass.
     """
-    cumulative = probs.cumsum(-1)
+    # CUDA's sum of one row takes its order as it comes: in float64 that does not reach the tokens
+    cumulative = (probs.double() if probs.is_cuda else probs).cumsum(-1)
     threshold = (uniforms * cumulative[..., -1]).unsqueeze(-1)
     token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
     if probs.is_cuda:  # a parallel sum may rise where there is no mass

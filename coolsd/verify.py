@@ -134,20 +134,19 @@ def _verify_tree(
     bias = torch.zeros(batch, length, device=device)
     last_inner = tree.draft_probs.shape[1] - 1
     for depth in range(length):
+        number = torch.full((batch, 1), depth + 1, device=device)
         draft = target if tree.chosen else tree.draft_probs[rows, node.clamp(max=last_inner)]
         moved = torch.zeros_like(going)
-        for child in children[rows, node, : widths[depth]].unbind(1):
+        for order, child in enumerate(children[rows, node, : widths[depth]].unbind(1), start=1):
             test = going & ~moved & (child >= 0)
             child = child.clamp(min=0)
             if tree.present is not None:
                 test = test & tree.present[rows, child]
             token = tree.tokens[rows, child][:, None]
-            one_hot = torch.zeros(batch, codes, device=device).scatter_(1, token, 1.0)
-            proposal = one_hot if tree.chosen else draft
-            depth_tensor = torch.full((batch, 1), depth + 1, device=device)
+            proposal = torch.zeros(batch, codes, device=device).scatter_(1, token, 1.0) if tree.chosen else draft
             accepted = None
             if certificates or not (sparse and own):
-                accepted = accepted_mass(rule, target, proposal, relaxation[depth], depth_tensor)
+                accepted = accepted_mass(rule, target, proposal, relaxation[depth], number)
                 mass = accepted.gather(1, token)
             else:
                 mass = rule.accepted_at(target, proposal, relaxation[depth], token)
@@ -165,8 +164,8 @@ def _verify_tree(
                     charge = charge + 0.5 * (law - optimal).abs().sum(-1) * reject
                 bias[:, depth] += charge * test
             target = torch.where(reject[:, None], law, target)
-            if not tree.chosen:
-                without = draft * (1 - one_hot)
+            if not tree.chosen and order < widths[depth]:
+                without = draft.scatter(1, token, 0.0)
                 draft = torch.where(reject[:, None], without / without.sum(-1, keepdim=True).clamp(min=1e-38), draft)
             node = torch.where(accept, child, node)
             moved = moved | accept

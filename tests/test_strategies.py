@@ -57,10 +57,15 @@ def trained(cache, folder, batch_size, *more, run=main):
     return load_file(folder / "head" / "model.safetensors")
 
 
-def losses(run):
-    """The loss of every second step, of all processes, as TensorBoard has it."""
+def scalars(run, name):
+    """What TensorBoard has of it."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    return [event.value for event in events.Scalars("train/loss")]
+    return [event.value for event in events.Scalars(name)]
+
+
+def losses(run):
+    """The loss of every second step, of all processes."""
+    return scalars(run, "train/loss")
 
 
 def under(name, tree):
@@ -88,7 +93,7 @@ def plain(cache, tmp_path_factory):
 def test_every_strategy_trains_the_head_that_one_process_trains(cache, plain, tmp_path, processes, strategy):
     """The noise on the input states included: it is a function of the sample, not of the process. Stage 3 with the
     settings for GPUs, offloading included."""
-    more = ["--trainer.strategy", strategy] if strategy == "ddp" else ["--config", str(OVERLAY)]
+    more = ["--config", str(OVERLAY if strategy != "ddp" else OVERLAY.with_name("ddp.yaml"))]
     more += ["--trainer.strategy.stage", "1"] if strategy == "zero1" else []
     if strategy == "zero3":
         recipe = yaml.safe_load(OVERLAY.with_name("deepspeed_zero3_offload.yaml").read_text())
@@ -96,7 +101,7 @@ def test_every_strategy_trains_the_head_that_one_process_trains(cache, plain, tm
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # shares out small weights, too
         (tmp_path / "zero3.json").write_text(json.dumps(config))
         more += ["--trainer.strategy.config", str(tmp_path / "zero3.json")]
-    more += ["--trainer.devices", str(processes)]
+    more += ["--trainer.accelerator", "cpu", "--trainer.devices", str(processes)]
     shared, expected = trained(cache, tmp_path, 8 // processes, *more, run=in_processes), plain[1]
     if strategy != "ddp":
         assert list((tmp_path / "run" / "checkpoints").glob("*.ckpt/checkpoint/*_optim_states.pt"))  # DeepSpeed's
@@ -111,6 +116,17 @@ def test_every_strategy_trains_the_head_that_one_process_trains(cache, plain, tm
         torch.testing.assert_close(shared[name], expected[name], atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_deepspeed_trains_in_bfloat16_as_the_large_recipes_do(cache, plain, tmp_path):
+    """Its weights are then bfloat16 themselves, without autocast; a number has 8 bits of precision."""
+    more = ["--config", str(OVERLAY), "--trainer.precision", "bf16-mixed"]
+    weights = trained(cache, tmp_path, 8, *more, run=in_processes)
+    ours, theirs = losses(tmp_path / "run"), losses(plain[0] / "run")
+    assert ours != theirs and ours == pytest.approx(theirs, rel=0.03)
+    for name, weight in plain[1].items():
+        torch.testing.assert_close(weights[name].float(), weight, atol=5e-3, rtol=2e-2)
+
+
 def test_sharded_state_is_unpickled_only_when_trusted(tmp_path, capfd):
     (tmp_path / "run" / "checkpoints" / "last.ckpt" / "checkpoint").mkdir(parents=True)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "head")]) == 2
@@ -118,8 +134,7 @@ def test_sharded_state_is_unpickled_only_when_trusted(tmp_path, capfd):
 
 
 def test_a_run_says_how_fast_it_was(plain):
-    events = EventAccumulator(str(plain[0] / "run"), size_guidance={"scalars": 0}).Reload()
-    rates = [event.value for event in events.Scalars("train/tokens_per_s")]
+    rates = scalars(plain[0] / "run", "train/tokens_per_s")
     assert len(rates) == 10 and all(rate > 0 for rate in rates)
 
 
@@ -140,6 +155,14 @@ def test_a_look_at_a_run_leaves_its_config(plain):
         look = [verb, "--config", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--ckpt_path", checkpoint]
         assert main([*look, "--data.batch_size", "4"]) == 0
     assert (folder / "run" / "config.yaml").read_text() == before
+
+
+def test_a_look_at_a_head_of_another_shape_is_one_sentence(plain, tmp_path, capfd):
+    folder, _ = plain
+    checkpoint = str(next((folder / "run").glob("**/*.ckpt")))
+    look = ["validate", "--config", str(folder / "recipe.yaml"), "--out", str(tmp_path), "--ckpt_path", checkpoint]
+    assert main([*look, "--data.batch_size", "4", "--model.intermediate_size", "64"]) == 2
+    assert "layers, intermediate_size (1, 32), but this recipe's (1, 64)" in capfd.readouterr().err
 
 
 def test_a_second_run_in_the_same_folder_goes_on(plain):
@@ -205,8 +228,8 @@ def test_accumulated_batches_are_one_larger_batch(cache, plain, tmp_path):
 @pytest.mark.slow
 def test_averages_and_accumulated_batches_under_deepspeed(cache, tmp_path):
     """Two batches a step, weights averaged, gone on from a checkpoint: as without DeepSpeed, gradients' size included;
-    and its sharded checkpoint exports the average, too."""
-    more, found, squares = ["--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs"], {}, {}
+    and its sharded checkpoint exports and validates the average, too."""
+    more, found, squares, seen = ["--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs"], {}, {}, {}
     for name, where, run in (("plain", [], main), ("zero", ["--config", str(OVERLAY)], in_processes)):
         (tmp_path / name).mkdir()
         trained(cache, tmp_path / name, 4, *where, *more, "5", *AVERAGE, run=run)
@@ -217,7 +240,19 @@ def test_averages_and_accumulated_batches_under_deepspeed(cache, tmp_path):
         newest = max((tmp_path / name / "run" / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
         states = next(newest.rglob("*_optim_states.pt")) if newest.is_dir() else newest
         squares[name] = sum(float(each.sum()) for each in under("exp_avg_sq", torch.load(states, weights_only=False)))
+        look = [
+            "validate",
+            "--config",
+            str(tmp_path / name / "recipe.yaml"),
+            *where,
+            *AVERAGE,
+            "--data.batch_size",
+            "4",
+        ]
+        assert run([*look, "--ckpt_path", str(newest), "--out", str(tmp_path / name / "look")]) == 0
+        seen[name] = scalars(tmp_path / name / "look", "val/loss")
     assert squares["zero"] == pytest.approx(squares["plain"], rel=1e-3) and squares["plain"] > 0
+    assert len(seen["plain"]) == 1 and seen["zero"] == pytest.approx(seen["plain"], rel=1e-4)
     for key, weight in found["plain"].items():
         torch.testing.assert_close(found["zero"][key], weight, atol=2e-4, rtol=1e-3)
 

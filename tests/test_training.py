@@ -28,7 +28,6 @@ from training.target import (
     EmojiCaptions,
     TargetTraining,
     caption_tokenizer,
-    choose_branch,
     deepen,
     negative_log_likelihood,
 )
@@ -71,7 +70,7 @@ def test_likelihood_of_a_branch_is_that_of_the_branch_alone(toy, rng):
     prompt = target.encode(["a", "b c", "a b c"], True)
     both = negative_log_likelihood(target, prompt, tokens)
     branch = torch.tensor([1, 0, 1])
-    alone = negative_log_likelihood(target, choose_branch(prompt, branch), tokens)
+    alone = negative_log_likelihood(target, prompt.choose(branch), tokens)
     torch.testing.assert_close(alone[:, 0], both[torch.arange(3), branch])
 
 

@@ -11,6 +11,7 @@ import logging
 import pickle
 import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,11 @@ class CLI(LightningCLI):
                 raise ValueError(
                     f"--ckpt_path last, but {run} has no last.ckpt yet; leave the option out to begin a fit"
                 )
-        elif wanted is not None and wanted not in ("best", "hpc") and not Path(wanted).exists():
-            raise FileNotFoundError(f"--ckpt_path {wanted} does not exist")
+        elif wanted is not None and wanted not in ("best", "hpc"):
+            if not Path(wanted).exists():
+                raise FileNotFoundError(f"--ckpt_path {wanted} does not exist")
+            if Path(wanted).is_file() and not zipfile.is_zipfile(wanted):
+                raise ValueError(f"--ckpt_path {wanted} is no checkpoint of a run; give one of RUN/checkpoints")
 
     before_validate = before_test = before_fit
 
@@ -159,7 +163,9 @@ def extract(args: list[str]) -> None:
     """Lightning's predict with training.extraction; the cache's own settings.json says how it was made."""
     defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
     quiet = ["--return_predictions", "false", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
-    short = {"--dry-run": "--model.dry_run=true", "--max-bad-fraction": "--model.max_bad_fraction"}
+    short = {
+        "--dry-run": "--model.dry_run=true", "--max-bad-fraction": "--model.max_bad_fraction", "--out": "--model.cache"
+    }  # fmt: skip
     words = [re.sub(r"^--[a-z-]+", lambda option: short.get(option[0], option[0]), word) for word in args]
     _run(["predict", *defaults, *quiet, *words])
 

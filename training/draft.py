@@ -452,6 +452,14 @@ class DraftTraining(L.LightningModule):
             )
         config = EagleConfig.from_json(checkpoint["eagle"])
         self._check_cache(config, "the checkpoint", self.trainer.datamodule.cache.settings)  # type: ignore[attr-defined]
+        if self.head is not None and config.transformer != self.head.config.transformer:
+            theirs, ours = (
+                (shape.layers, shape.intermediate_size) for shape in (config.transformer, self.head.config.transformer)
+            )
+            raise ValueError(
+                f"the checkpoint's head has layers, intermediate_size {theirs}, but this recipe's {ours}; pass the "
+                "recipe it was trained with, or its --model.layers and --model.intermediate_size"
+            )
         if "average" in checkpoint:
             checkpoint["state_dict"] = checkpoint["average"]
             if not self.trainer.training:  # DeepSpeed has read the last step's weights; a look is at the average

@@ -193,10 +193,16 @@ class Extraction(L.LightningModule):
             self._shard()
 
     def _shard(self) -> None:
+        """Share out the weights one by one: DeepSpeed's engine would first move all of them to every device."""
+        import deepspeed
+
         make_shardable(self.target)
         config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
         if self.target.dtype != torch.float32:  # else DeepSpeed makes them float32
             config[{torch.bfloat16: "bf16", torch.float16: "fp16"}[self.target.dtype]] = {"enabled": True}
+        dtype, device = self.target.dtype, self.trainer.strategy.root_device
+        deepspeed.zero.Init(self.target, config_dict_or_path=config, dtype=dtype, mem_efficient_linear=False)
+        self.target._apply(lambda tensor: tensor if hasattr(tensor, "ds_id") else tensor.to(device))
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [Throughput()]

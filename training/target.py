@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,6 @@ def caption_tokenizer(captions: list[str]) -> Tokenizer:
         captions, trainers.WordLevelTrainer(special_tokens=["[unknown]"], show_progress=False)
     )
     return tokenizer
-
-
-def choose_branch(prompt: Prompt, branch: Tensor) -> Prompt:
-    """One branch per row: branch long [B] (0 = caption, 1 = null caption) -> prompt with G = 1."""
-    rows = torch.arange(branch.shape[0], device=branch.device)
-    return replace(
-        prompt,
-        mask=prompt.mask[rows, branch][:, None],
-        inputs={name: value[rows, branch][:, None] for name, value in prompt.inputs.items()},
-    )
 
 
 def negative_log_likelihood(target: LlamaGen, prompt: Prompt, tokens: Tensor) -> Tensor:
@@ -203,7 +192,7 @@ class TargetTraining(L.LightningModule):
         chance = torch.rand(self.trainer.world_size, tokens.shape[0], device=self.device)[self.global_rank]
         branch = (chance < self.hparams["caption_dropout"]).long()
         loss = negative_log_likelihood(
-            self.target, choose_branch(self.target.encode(batch["caption"], True), branch), tokens
+            self.target, self.target.encode(batch["caption"], True).choose(branch), tokens
         ).mean()
         if not torch.isfinite(loss):
             raise ValueError(f"loss is {loss.item()} at step {self.global_step}; lower model.learning_rate")

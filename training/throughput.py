@@ -36,6 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
     began = time.perf_counter()
     work()
     synchronize(device)
@@ -65,6 +66,7 @@ def throughput(
     """
     model = load_target(target, device, dtype)
     selection, states = Selection(None, samples), States(model)
+    samples = len(selection)
     settings = states.settings(selection, 64, "bfloat16")
     tokens = settings.branches * settings.image_tokens
     with tempfile.TemporaryDirectory() as folder:

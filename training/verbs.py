@@ -10,13 +10,17 @@ PAGE = """usage: coolsd {verb} --config RECIPE [--config OVERLAY] [OPTIONS]
 {what}
 
   --config FILE         a recipe; a second one is laid over the first, options over both
-  --out FOLDER          folder of the run: config.yaml, TensorBoard events, checkpoints/
+  --out FOLDER          {out}
   --model.NAME VALUE    a setting of the recipe's model; --data.NAME of its data, --trainer.NAME of Lightning's Trainer
   --ckpt_path FILE      go on from a checkpoint, or look at it; "last" is the newest of the run
   --print_config        the whole configuration with every default
   --model.help CLASS    the settings of a model; --data.help, --trainer.callbacks.help and so on likewise
   --help all            every option there is; takes as long as Lightning takes to load
 """
+OUT = {
+    "fit": "folder of the run: config.yaml, TensorBoard events, checkpoints/",
+    "extract": "folder of the feature cache",
+}
 
 
 def fit(args: list[str]) -> None:
@@ -51,7 +55,7 @@ def _run(verb: str, args: list[str], what: str | None) -> None:
 
 def _told(args: list[str], verb: str, what: str | None) -> bool:
     if args in (["-h"], ["--help"]):
-        print(PAGE.format(verb=verb, what=what), end="")
+        print(PAGE.format(verb=verb, what=what, out=OUT.get(verb, "TensorBoard events of the metrics")), end="")
         return True
     return False
 

@@ -50,15 +50,20 @@ class EagleConfig:
     pairing: str = "next"
 
     def __post_init__(self) -> None:
+        for name, least in {"codebook_size": 1, "prompt_slots": 1, "image_tokens": 1, "text": 0}.items():
+            if type(value := getattr(self, name)) is not int or not least <= value <= 1 << 24:
+                raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {1 << 24}")
+        if not all(type(layer) is int for layer in self.layers):
+            raise ValueError(f"layers are {list(self.layers)!r}, but must be integers")
         if self.pairing not in PAIRINGS:
             raise ValueError(f"pairing is {self.pairing!r}, but must be one of {', '.join(PAIRINGS)}")
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EagleConfig:
         value = {key: entry for key, entry in value.items() if key != "architecture"}
-        value["layers"] = tuple(value.get("layers", ()))
         try:
-            return cls(**{**value, "transformer": TransformerConfig(**value["transformer"])})
+            layers = tuple(value.get("layers", ()))
+            return cls(**{**value, "layers": layers, "transformer": TransformerConfig(**value["transformer"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the config of an EAGLE head: {error}") from None
 
@@ -172,7 +177,8 @@ class EagleHead(nn.Module):
         table = self._embeddings() if self._table is None else self._table
         token = table[tokens] if context is None else table[tokens] + context
         if self._table is None:
-            x = linear(torch.cat([token, hidden_states], dim=-1), self.fc.weight, self.fc.bias)
+            x = torch.cat([token, hidden_states], dim=-1).to(self.fc.weight.dtype)  # DeepSpeed's bf16 leaves buffers
+            x = linear(x, self.fc.weight, self.fc.bias)
         else:
             x = token + self._feature(hidden_states)
         return self.transformer(x, rope, mask, cache, flat)
@@ -184,7 +190,7 @@ class EagleHead(nn.Module):
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., V] by the target's own output matrix, with no further norm."""
         if self._table is None:
-            return linear(hidden_states, self.lm_head)
+            return linear(hidden_states, self.lm_head.to(hidden_states.dtype))
         return self._output(hidden_states)
 
 
