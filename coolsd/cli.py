@@ -53,7 +53,6 @@ PROCESS_SETTINGS = {
     **dict.fromkeys(("quickstart", "generate", "evaluate", "calibrate", "bench"), ALLOCATOR),
 }
 
-MISTAKES = (ValueError, argparse.ArgumentError)  # a user's, when our own code raises them
 FILE_MISTAKES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError)
 
 
@@ -111,8 +110,9 @@ def is_mistake(error: Exception) -> bool:
     traceback = error.__traceback__
     while traceback and traceback.tb_next:
         traceback = traceback.tb_next
+    # a user's, when our own code raises them
     raised_in = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
-    return isinstance(error, (*MISTAKES, ImportError)) and raised_in.split(".")[0] in ("coolsd", "data", "training")
+    return isinstance(error, (ValueError, ImportError)) and raised_in.split(".")[0] in ("coolsd", "data", "training")
 
 
 def describe(error: Exception) -> str:

@@ -111,6 +111,7 @@ def evaluate(
     metrics: list[Metric] | None = None,
     check: bool = False,
     compile: bool = False,
+    certificates: bool = True,
     device: str = "auto",
     dtype: str = "auto",
     seed: int = 0,
@@ -133,6 +134,8 @@ def evaluate(
             missing is named and left out.
         check: Load and check everything, decode nothing.
         compile: torch.compile target and head.
+        certificates: Bound each relaxed method's bias and KL. That is part of the measured time, and LANTERN's, of all
+            codes, takes longest: false compares speeds alone.
         device: cpu, cuda, mps or auto.
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the hardware has it).
         seed: Image i is a function of (caption, seed, i).
@@ -145,7 +148,8 @@ def evaluate(
     if processes > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     model = load_image_target(target, device, dtype, compile)
-    model.encode(captions, sampling.branches == 2)
+    for first in range(0, len(captions), 64):  # refuses what has no words, keeps what is encoded on disk
+        model.encode(captions[first : first + 64], sampling.branches == 2)
     contenders = list(load(model, methods, head, len(captions), sampling, compile, batch_size))
     wanted: list[Metric] = []
     if rank == 0:
@@ -165,6 +169,7 @@ def evaluate(
         "repeats": repeats,
         "batch_size": batch_size,
         "compiled": compile,
+        "certificates": certificates,
         "processes": processes,
         "seed": seed,
     }
@@ -173,6 +178,7 @@ def evaluate(
         **about,
         "environment": measured_on,
         "processes": processes if processes > 1 else None,  # as older journals have it
+        **({} if certificates else {"certificates": False}),
         "captions": captions,
         "methods": [[c.name, c.about, c.prompts] for c in contenders],
     }
@@ -192,7 +198,7 @@ def evaluate(
 
     try:
         own = [batch for batch in work if batch[2] % processes == rank]
-        measure(model, own, captions, sampling, seed, batch_size, out, journal, quiet=rank > 0)
+        measure(model, own, captions, sampling, seed, batch_size, certificates, out, journal, quiet=rank > 0)
     except BaseException:  # also Ctrl-C: what all methods have decoded by now stays, with its numbers
         collect(journal.pieces)
         if processes == 1 and all(contender.images for contender in contenders):
@@ -378,7 +384,7 @@ def turns(contenders: Sequence[Contender], prompts: int, repeats: int, batch_siz
 
 def measure(
     model: Any, work: Sequence[Batch], captions: Sequence[str], sampling: Sampling, seed: int, batch_size: int,
-    out: Path, journal: Journal, quiet: bool,
+    certificates: bool, out: Path, journal: Journal, quiet: bool,
 ) -> None:  # fmt: skip
     """Decode what the journal does not have. Beforehand each method starts on a batch of each size, unmeasured, to warm
     up."""
@@ -391,12 +397,12 @@ def measure(
     cold = {(c.name, min(batch_size, c.prompts - first)): c for _, c, _, _, first in left}
     with progress_bar("evaluate", len(work) + len(cold), "batches measured", quiet) as bar:
         for (_, size), contender in cold.items():
-            warm_up(model, captions[:size], contender.drafter, contender.rule, sampling)
+            warm_up(model, captions[:size], contender.drafter, contender.rule, sampling, certificates)
             bar.update(bar.task_ids[0], advance=1)
         bar.update(bar.task_ids[0], advance=len(work) - len(left))
         for key, contender, _, repeat, first in left:
             batch = range(first, min(first + batch_size, contender.prompts))
-            journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, out))
+            journal.add(key, decode(model, contender, captions, batch, sampling, seed, repeat, certificates, out))
             bar.update(bar.task_ids[0], advance=1, rate=str(len(journal.pieces)))
 
 
@@ -404,7 +410,9 @@ class _WarmedUp(Exception):
     pass
 
 
-def warm_up(model: Any, captions: Sequence[str], drafter: Any, rule: Any, sampling: Sampling) -> None:
+def warm_up(
+    model: Any, captions: Sequence[str], drafter: Any, rule: Any, sampling: Sampling, certificates: bool
+) -> None:
     """The first rounds of an image, in which all shapes of a method occur, and the decoding of its pixels."""
     rounds = itertools.count(1)
 
@@ -413,19 +421,20 @@ def warm_up(model: Any, captions: Sequence[str], drafter: Any, rule: Any, sampli
             raise _WarmedUp
 
     with contextlib.suppress(_WarmedUp):
-        generate(model, captions, drafter, rule, sampling, observer=stop)
+        generate(model, captions, drafter, rule, sampling, observer=stop, certificates=certificates)
     model.decode_images(torch.zeros(len(captions), model.image_tokens, dtype=torch.long, device=model.device))
 
 
 def decode(
     model: Any, contender: Contender, captions: Sequence[str], batch: range, sampling: Sampling, seed: int, repeat: int,
-    out: Path,
+    certificates: bool, out: Path,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Decode prompts `batch` together: one record per image; the pictures of repeat 0 go to out/images."""
     rows = [repeat * len(captions) + prompt for prompt in batch]
     words = [captions[prompt] for prompt in batch]
     began = time.perf_counter()
-    result = generate(model, words, contender.drafter, contender.rule, sampling, seed, rows)
+    drafter, rule = contender.drafter, contender.rule
+    result = generate(model, words, drafter, rule, sampling, seed, rows, certificates=certificates)
     latency = (time.perf_counter() - began) / len(batch)
     assert result.images is not None
     records = []

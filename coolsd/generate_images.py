@@ -247,8 +247,11 @@ def is_made(job: Job, made_with: dict[str, Any], overwrite: bool) -> bool:
     """Whether the job's image exists with these very settings; another one there is a ValueError unless overwritten."""
     if not job.file.exists():
         return False
-    with Image.open(job.file) as image:
-        found = {key: str(value) for key, value in getattr(image, "text", {}).items() if key != "coolsd"}
+    try:
+        with Image.open(job.file, formats=("PNG",)) as image:
+            found = {key: str(value) for key, value in getattr(image, "text", {}).items() if key != "coolsd"}
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # no picture, or half of one
+        found = {}
     if found == png_text(job, made_with):
         return True
     if overwrite:

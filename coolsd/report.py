@@ -379,9 +379,10 @@ pixels, loading excluded.</dd>
 <h2>How the numbers were made</h2>
 <dl>{about}</dl>
 <p class="quiet">To be read with care: latencies hold for this machine, dtype and batch size, and other work on it
-lengthens them. All methods were warmed up and took turns prompt by prompt; certificates are computed within the
-measured time. Relaxed rules trade exactness for speed: bias and KL are bounds, not distances, and neither measures
-image quality. With few prompts, small differences between methods are chance; see the intervals.</p>
+lengthens them. All methods were warmed up and took turns prompt by prompt; certificates, where the table
+has any, are computed within the measured time. Relaxed rules trade exactness for speed: bias and KL are bounds, not
+distances, and neither measures image quality. With few prompts, small differences between methods are chance; see the
+intervals.</p>
 </body>
 </html>
 """

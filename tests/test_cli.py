@@ -49,6 +49,7 @@ def run(*arguments, **environment):
         (["fit", *HEAD, *DATA, "--out", "{tmp}/run"], "nowhere is no feature cache"),
         (["fit", *HEAD, *DATA, "--out", "{tmp}/run", "--ckpt_path", "last"], "no last.ckpt yet"),
         (["fit", *HEAD, *DATA, "--out", "{tmp}/run", "--ckpt_path", "{tmp}/nowhere.ckpt"], "does not exist"),
+        (["fit", *HEAD, *DATA, "--ckpt_path", "LICENSE"], "is no checkpoint of a run"),
         (["validate", *HEAD, *DATA], "untrained weights; add --ckpt_path"),
         (["test", *HEAD, *DATA, "--out", "{tmp}/run", "--ckpt_path", "last"], "no last.ckpt yet"),
         (["fit", *TOKENIZER, "--model.decoder_only", "true"], "decoder_only needs start_from"),

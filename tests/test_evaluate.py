@@ -75,6 +75,17 @@ def test_rows_have_what_the_design_promises(run):
     assert found["rows"][1]["bias_per_token"]["mean"] == 0 < relaxed["bias_per_token"]["mean"]
 
 
+def test_without_certificates_everything_else_is_the_same(command, run, tmp_path):
+    assert cli.main(["evaluate", *command, "--certificates", "false", "--out", str(tmp_path)]) == 0
+    found, before = json.loads((tmp_path / "results.json").read_text()), run[1]
+    assert before["certificates"] is True and found["certificates"] is False
+    for row, certified in zip(found["rows"][1:], before["rows"][1:], strict=True):
+        assert row["bias_per_token"] is row["kl_per_token"] is None is not certified["bias_per_token"]
+        for name in ("accepted_length", "nll_per_token", "acceptance_per_position"):
+            assert row[name] == certified[name]
+    assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 2  # its journal is not continued with them
+
+
 def test_summaries_follow_from_the_numbers_of_single_images(run):
     _, found = run
     plain = dict(zip(found["rows"][0]["per_image"]["row"], found["rows"][0]["per_image"]["latency_s"], strict=True))

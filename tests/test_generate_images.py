@@ -79,6 +79,19 @@ def test_what_is_there_is_kept_and_other_settings_are_refused(options, tmp_path,
     assert Image.open(tmp_path / "00000-a.png").text["seed"] == "1"
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_no_picture_is_refused_in_a_sentence_and_overwritten(options, tmp_path, capsys, half):
+    command = ["generate", "a", "--out", str(tmp_path), *options]
+    assert cli.main(command) == 0
+    file = tmp_path / "00000-a.png"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-40] if half else b"no picture")
+    assert cli.main(command) == 2
+    assert "made with other settings; add --overwrite" in capsys.readouterr().err
+    assert cli.main([*command, "--overwrite"]) == 0
+    assert file.read_bytes() == whole
+
+
 def test_ctrl_c_keeps_finished_images_and_the_next_run_resumes(options, tmp_path, monkeypatch):
     command = ["a", "b", "c", "a b", "b c", *options, "--batch_size", "2"]
     generate_images.main([*command, "--out", str(tmp_path / "whole")])
