@@ -247,7 +247,7 @@ HUGE = 1 << 30
         ("target", {"codebook_size": 1 << 24}, "embedding.weight has shape"),
         ("target", {"rope_base": None}, "rope_base is None"),
         ("target", {"words": 2}, "has ids up to 3, but the model has 2"),
-        ("target", {"transformer": {"hidden_size": HUGE}}, "expected"),
+        ("target", {"transformer": {"hidden_size": HUGE}}, "its config.json tells of"),
         ("target", {"transformer": {"layers": HUGE}}, "must be at most 1024"),
         ("target", {"transformer": {"intermediate_size": HUGE}}, "expected"),
         ("draft", {"prompt_slots": "4"}, "prompt_slots is '4'"),
@@ -256,7 +256,7 @@ HUGE = 1 << 30
         ("draft", {"transformer": {"layers": HUGE}}, "must be at most 1024"),
         ("draft", {"transformer": {"intermediate_size": HUGE}}, "expected"),
         ("draft", {"text": 1 << 24}, "missing text_embedding"),
-        ("tokenizer", {"channels": HUGE}, "expected"),
+        ("tokenizer", {"channels": HUGE}, "its config.json tells of"),
         ("tokenizer", {"num_res_blocks": HUGE}, "must be at most 64"),
     ],
 )
