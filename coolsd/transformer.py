@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from coolsd.kv_cache import KVCache
 
 MOST_LAYERS = 1 << 10
-PACKED_BYTES = 1 << 24  # larger weights are not kept twice
+# Larger weights are not kept twice; in bfloat16 the models are large.
+PACKED_BYTES = {torch.float32: 1 << 24, torch.bfloat16: 1 << 21}
 SMALL = 1 << 20  # multiplications that another library ends before oneDNN begins (measured on one AMD with AVX2)
 EMULATED_ROWS, PART = 6, 512  # see `product`
 GRAPHS = 256  # compiled shapes before torch gives up and runs them uncompiled; its own 8 do for two drafters
@@ -113,23 +114,26 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """x -> x W^T, fast, for a weight that no longer changes; no gradients.
 
-    On a CPU in float32 it goes through a copy in oneDNN's own layout: with few rows, which decoding is made of, that
-    takes a third less time than x W^T (AMD with AVX2, 12 rows, 256 x 1408: 0.19 ms against 0.29), but never less than
-    0.07 ms; W x^T takes half of that where a product is `SMALL` (2 rows, 256 x 256: 0.03 ms). An x86 that does not
-    multiply bfloat16 itself reads the weight once for each row; from `EMULATED_ROWS` on parts of it are made float32
-    instead, each small enough to stay in the processor's cache (1280 x 3840: 12 rows in 0.6 of the time, 240 in 0.17).
+    On a CPU it goes through a copy in oneDNN's own layout: with few rows, which decoding is made of, that takes a
+    third less time than x W^T (AMD with AVX2, float32, 12 rows, 256 x 1408: 0.19 ms against 0.29; AMD with AVX-512
+    BF16, bfloat16, 2 rows, 256 x 1536: 0.016 against 0.025), but in float32 with AVX2 never less than 0.07 ms; W x^T
+    takes half of that where a product is `SMALL` (2 rows, 256 x 256: 0.03 ms). An x86 that does not multiply bfloat16
+    itself reads the weight once for each row; from `EMULATED_ROWS` on parts of it are made float32 instead, each small
+    enough to stay in the processor's cache (1280 x 3840: 12 rows in 0.6 of the time, 240 in 0.17).
     """
     emulated = "AVX" in torch.backends.cpu.get_cpu_capability() and not bfloat16_on_cpu()
     if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16) and emulated:
         return lambda x: F.linear(x, weight) if x.numel() < EMULATED_ROWS * x.shape[-1] else _by_parts(x, weight)
-    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if not plain or weight.nbytes > PACKED_BYTES:
+    packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    packs = packs and (weight.dtype == torch.float32 or bfloat16_on_cpu())
+    if not packs or weight.nbytes > PACKED_BYTES.get(weight.dtype, 0):
         return lambda x: F.linear(x, weight)
     weight = weight.detach()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    small = SMALL if weight.dtype == torch.float32 else 0
 
     def multiply(x: Tensor) -> Tensor:
-        if x.numel() * len(weight) < SMALL:
+        if x.numel() * len(weight) < small:
             return (weight @ x.reshape(-1, x.shape[-1]).T).T.contiguous().view(*x.shape[:-1], len(weight))
         return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
@@ -274,6 +278,22 @@ class HeadNorm(nn.Module):
         return F.layer_norm(x, x.shape[-1:], eps=1e-5) * self.weight + self.bias
 
 
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(Q K^T / sqrt(D) + mask) V: queries [R, heads, N, D], keys and values [R, kv_heads, S, D]; None = causal.
+
+    On a CPU in half precision one query takes twice the time of two (torch 2.14, AVX-512 BF16, 160 slots: 0.071 ms
+    against 0.034): there it is asked twice.
+    """
+    one, heads, key_heads = queries.shape[2] == 1, queries.shape[1], keys.shape[1]
+    twice = one and mask is not None and queries.device.type == "cpu" and queries.dtype != torch.float32
+    if twice and mask is not None:
+        queries, mask = queries.expand(-1, -1, 2, -1), mask.expand(-1, -1, 2, -1)
+    mixed = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != key_heads
+    )
+    return mixed[:, :, :1] if twice else mixed
+
+
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -297,9 +317,7 @@ class Attention(nn.Module):
         else:
             assert flat is not None and mask is not None
             keys, values = cache.write(layer, torch.cat([keys, values], dim=2), flat, mask.shape[-1])
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != key_heads
-        )
+        mixed = attend(queries, keys, values, mask)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 

@@ -15,6 +15,7 @@ from coolsd.transformer import (
     RMSNorm,
     Transformer,
     TransformerConfig,
+    attend,
     freeze,
     grid_rope,
     interleave,
@@ -288,6 +289,36 @@ def test_emulated_bfloat16_products_are_rounded_once(rng, monkeypatch, rows):
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found.double(), exact, rtol=2**-11, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 50])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+def test_products_of_frozen_weights_are_exact_to_one_rounding(rng, monkeypatch, rows, dtype, most):
+    """Packed and not, on whatever this machine is."""
+    weight, x = torch.randn(70, 40, generator=rng).to(dtype), torch.randn(2, rows, 40, generator=rng).to(dtype)
+    exact = x.double() @ weight.double().T
+    for packed in (dict.fromkeys((torch.float32, torch.bfloat16), 1 << 20), {}):
+        monkeypatch.setattr("coolsd.transformer.PACKED_BYTES", packed)
+        found = product(weight)(x)
+        assert found.dtype == dtype and found.shape == exact.shape
+        torch.testing.assert_close(found.double(), exact, rtol=most, atol=1e-5)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(found.double(), exact.roll(1, -1), rtol=most, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_attention_is_its_formula_in_every_dtype(rng, nodes, dtype):
+    queries, keys, values = (torch.randn(2, heads, count, 8, generator=rng).to(dtype)
+                             for heads, count in ((4, nodes), (2, 11), (2, 11)))  # fmt: skip
+    hidden = torch.rand(2, 1, nodes, 11, generator=rng) < 0.3
+    mask = torch.zeros(2, 1, nodes, 11, dtype=dtype).masked_fill_(hidden, -1e4)
+    wide_keys, wide_values = (tensor.double().repeat_interleave(2, 1) for tensor in (keys, values))
+    scores = queries.double() @ wide_keys.mT / math.sqrt(8)
+    exact, unmasked = ((scores + add).softmax(-1) @ wide_values for add in (mask.double(), 0))
+    found, error = attend(queries, keys, values, mask), 8 * torch.finfo(dtype).eps
+    assert found.shape == (2, 4, nodes, 8) and found.dtype == dtype
+    assert (found - exact).abs().max() < error < (found - unmasked).abs().max()
 
 
 @pytest.fixture
