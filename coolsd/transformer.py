@@ -21,7 +21,7 @@ from coolsd.kv_cache import KVCache
 
 MOST_LAYERS = 1 << 10
 # Larger weights are not kept twice; in bfloat16 the models are large.
-PACKED_BYTES = {torch.float32: 1 << 24, torch.bfloat16: 3 << 20}
+PACKED_BYTES = {torch.float32: 1 << 24, torch.bfloat16: 2 << 20}
 SMALL = 1 << 20  # multiplications that another library ends before oneDNN begins (measured on one AMD with AVX2)
 EMULATED_ROWS, PART = 6, 512  # see `product`
 GRAPHS = 256  # compiled shapes before torch gives up and runs them uncompiled; its own 8 do for two drafters
