@@ -37,6 +37,11 @@ class CaptionImageConfig:
     channels: tuple[int, int, int, int] = (32, 64, 128, 192)
     features: int = 32
 
+    def __post_init__(self) -> None:
+        for number in (self.words, self.width, self.features, *self.channels):
+            if type(number) is not int or not 0 < number <= 1 << 24 or len(self.channels) != 4:
+                raise ValueError("a caption-image network's config has positive integers, four of them as channels")
+
 
 class Block(nn.Module):
     """x + f(x), two 3 x 3 convolutions."""

@@ -148,7 +148,10 @@ def evaluate(
     if processes > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     model = load_image_target(target, device, dtype, compile)
-    for first in range(0, len(captions), 64):  # refuses what has no words, keeps what is encoded on disk
+    for row, caption in enumerate(captions):
+        if why := model.problem(caption):
+            raise ValueError(f"caption {row} ({caption[:60]!r}) has {why}")
+    for first in range(0, len(captions), 64):  # keeps what is encoded on disk
         model.encode(captions[first : first + 64], sampling.branches == 2)
     contenders = list(load(model, methods, head, len(captions), sampling, compile, batch_size))
     wanted: list[Metric] = []
@@ -177,8 +180,8 @@ def evaluate(
     same = {
         **about,
         "environment": measured_on,
-        "processes": processes if processes > 1 else None,  # as older journals have it
-        **({} if certificates else {"certificates": False}),
+        "certificates": None if certificates else False,  # these two as older journals have them
+        "processes": processes if processes > 1 else None,
         "captions": captions,
         "methods": [[c.name, c.about, c.prompts] for c in contenders],
     }

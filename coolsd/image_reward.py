@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from coolsd.checkpoint import check_fits, fingerprint, load_made, read_json, read_tensors
 from coolsd.metrics import ImageMetric
 from coolsd.published import layers_of
+from coolsd.transformer import MOST_LAYERS
 
 MEAN, SD = 0.16717362830052426, 1.0333394966054072  # of the published network's own outputs on its authors' data
 PIECES = 35  # word pieces of a caption, at most
@@ -56,6 +57,12 @@ class ImageRewardConfig:
     text_intermediate: int = 3072
     word_pieces: int = 30524
     positions: int = 512
+
+    def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            most = MOST_LAYERS if name.endswith("layers") else 1 << 24
+            if type(number) is not int or not 0 < number <= most:
+                raise ValueError(f"ImageReward config: {name} is {number!r}, but must be an integer from 1 to {most}")
 
 
 class ImageRewardNetwork(nn.Module):

@@ -78,7 +78,7 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
         grid=grid(folder, results),
         shown=f"Same caption and seed in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
-        "methods draw other samples of the target's own distribution; relaxed ones deviate from it by the bias above.",
+        "methods draw other samples of the target's own distribution; relaxed ones deviate, at most by the bias.",
         about="".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in merged.items()),
     )
 
@@ -303,10 +303,12 @@ def chart(results: dict[str, Any]) -> Any:
             axis.margins(x=0.12)
             continue
         key, title = panel
-        means = [(row.get(key) or {"mean": 0.0})["mean"] for row in rows]
+        known = [isinstance(row.get(key), dict) for row in rows]
+        means = [row[key]["mean"] if measured else 0.0 for row, measured in zip(rows, known, strict=True)]
         halves = [half(row.get(key) or {}) or 0.0 for row in rows]
         bars = axis.barh(range(len(rows)), means, xerr=halves, color=colours, error_kw={"lw": 1, "ecolor": "#333"})
-        axis.bar_label(bars, [f" {mean:#.3g}" for mean in means], fontsize=8)
+        labels = [f" {mean:#.3g}" if measured else " -" for mean, measured in zip(means, known, strict=True)]
+        axis.bar_label(bars, labels, fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.12)
     axes[0].set_yticks(range(len(rows)), names)

@@ -238,8 +238,9 @@ def agreement(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def relaxed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The methods that deviate from the target."""
-    return [row for row in rows if (_value(row, "bias_per_token") or 0) > 0]
+    """The methods that deviate from the target; without certificates, those whose rule may."""
+    bounds = [(row, _value(row, "bias_per_token")) for row in rows if row["rule"] is not None]
+    return [row for row, bias in bounds if (row["rule"]["name"] != "vanilla" if bias is None else bias > 0)]
 
 
 def _value(row: dict[str, Any], key: str) -> float | None:

@@ -351,7 +351,8 @@ class FeatureCache:
             raise ValueError(
                 f"{path} has skipped {str(self.skipped)[:80]}, but must have counts by reason; extract again"
             )
-        if type(self.relative_error) not in (int, float, type(None)):
+        error = self.relative_error
+        if error is not None and not (type(error) in (int, float) and 0 <= error < 1e9):  # no NaN, either
             raise ValueError(
                 f"{path} has relative_error {str(self.relative_error)[:80]}, but must have a number; extract again"
             )

@@ -261,7 +261,7 @@ class FeatureModule(L.LightningDataModule):
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             drop_last=training,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
             collate_fn=_as_is,
         )
 

@@ -76,10 +76,15 @@ def test_what_is_missing_is_one_sentence(network, tmp_path):
         said = metric.missing()
         assert said.startswith(f"{metric.column}: no checkpoint at") and "\n" not in said
     assert "is no caption-image network" in ClipEmoji("emoji/target").missing()
-    config = json.loads((network / "config.json").read_text()) | {"channels": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "fingerprint.json").write_text("{}")
-    assert "is not the config of a caption-image network" in ClipEmoji(str(tmp_path)).missing()
+    for change, words in (
+        ({"channels": None}, "is not the config of a caption-image network"),
+        ({"channels": [4] * 99}, "four of them as channels"),
+        ({"words": "500"}, "positive integers"),
+    ):
+        config = json.loads((network / "config.json").read_text()) | change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert words in ClipEmoji(str(tmp_path)).missing()
 
 
 def test_the_shipped_network_knows_captions():

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from coolsd import cli, evaluate, results
+from coolsd import cli, evaluate, report, results
 from coolsd.generate_images import EMOJI_SAMPLING
 
 CAPTIONS = ["a b", "../../x", "<script>alert(1)</script>", "c"]
@@ -83,6 +83,11 @@ def test_without_certificates_everything_else_is_the_same(command, run, tmp_path
         assert row["bias_per_token"] is row["kl_per_token"] is None is not certified["bias_per_token"]
         for name in ("accepted_length", "nll_per_token", "acceptance_per_position"):
             assert row[name] == certified[name]
+    deviate = ["cool & hot", "uniform"]
+    assert [row["name"] for row in results.relaxed(found["rows"])] == deviate
+    assert [row["name"] for row in results.relaxed(before["rows"])] == deviate
+    bias = next(axis for axis in report.chart(found).axes if axis.get_title().startswith("bias"))
+    assert [text.get_text().strip() for text in bias.texts] == ["-"] * 4  # not 0
     assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 2  # its journal is not continued with them
 
 

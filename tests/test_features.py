@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -240,6 +241,8 @@ def test_verify_finds_a_flipped_byte(cache):
         (lambda m: m.update(skipped=[1]), "counts by reason"),
         (lambda m: m.update(skipped={"broken": "1"}), "counts by reason"),
         (lambda m: m.update(relative_error="0"), "relative_error 0"),
+        (lambda m: m.update(relative_error=math.nan), "relative_error nan"),
+        (lambda m: m.update(relative_error=10**400), "relative_error 1000"),
         (lambda m: m.clear(), "schema None"),
     ],
 )
@@ -508,6 +511,14 @@ def extracted(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("extracted") / "cache"
     extract(arguments(checkpoint, folder))
     return folder
+
+
+def test_a_recipe_names_its_cache_not_out(checkpoint, tmp_path, capfd):
+    (tmp_path / "recipe.yaml").write_text(f"out: {tmp_path / 'run'}")
+    words = arguments(checkpoint, tmp_path / "cache", "--config", str(tmp_path / "recipe.yaml"))
+    assert cli.main(["extract", *words]) == 2
+    assert "name its folder as model.cache" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 
 def test_extraction_stores_what_a_forced_pass_sees(checkpoint, extracted):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertTokenizer
 
 from coolsd import cli
-from coolsd.image_reward import MEAN, SD, ImageReward
+from coolsd.image_reward import MEAN, SD, ImageReward, ImageRewardConfig
 
 SIZE, HEADS = 128, 2
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "red", "apple", "rose", "sun"]
@@ -142,3 +142,6 @@ def test_a_broken_file_and_a_missing_one_are_told(published_file, tmp_path, capf
     cli.main(["convert", str(file), "--out", str(tmp_path / "reward")])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "hf download" in ImageReward(tmp_path / "reward", str(tmp_path / "no-words")).missing()
+    for change in ({"vision_layers": 10**8}, {"text_size": "768"}, {"positions": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} is .*, but must be an integer from 1 to"):
+            ImageRewardConfig(**change)

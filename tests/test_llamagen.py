@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 import coolsd
@@ -239,11 +240,24 @@ def test_a_saved_target_loads_and_says_the_same(toy_copy, tmp_path, rng):
 HUGE = 1 << 30
 
 
+class Modest(TorchDispatchMode):
+    """Fails where a tensor of more than 1 MiB takes memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (list, tuple)) else [made]:
+            assert not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.nbytes <= 1 << 20, tensor.shape
+        return made
+
+
 @pytest.mark.parametrize(
     ("part", "change", "said"),
     [
         ("target", {"grid": [3]}, r"grid is \[3\], but must be"),
         ("target", {"prompt_slots": "4"}, "prompt_slots is '4'"),
+        ("target", {"prompt_slots": 1 << 24}, "integer from 1 to 4096"),
+        ("target", {"prompt_slots": 3, "classes": 2}, "integer from 1 to 1"),
+        ("target", {"grid": [1024, 1024]}, "at most 65536 tokens"),
         ("target", {"codebook_size": 1 << 24}, "embedding.weight has shape"),
         ("target", {"rope_base": None}, "rope_base is None"),
         ("target", {"words": 2}, "has ids up to 3, but the model has 2"),
@@ -251,6 +265,7 @@ HUGE = 1 << 30
         ("target", {"transformer": {"layers": HUGE}}, "must be at most 1024"),
         ("target", {"transformer": {"intermediate_size": HUGE}}, "expected"),
         ("draft", {"prompt_slots": "4"}, "prompt_slots is '4'"),
+        ("draft", {"target": 5}, "target is 5"),
         ("draft", {"layers": None}, "not the config of an EAGLE head"),
         ("draft", {"layers": ["1"]}, "must be integers"),
         ("draft", {"transformer": {"layers": HUGE}}, "must be at most 1024"),
@@ -269,7 +284,7 @@ def test_a_hostile_config_is_one_sentence_and_takes_no_memory(saved_toy, tmp_pat
     (folder / "config.json").write_text(json.dumps(config))
     write_fingerprint(folder, list(json.loads((folder / "fingerprint.json").read_text())))
     sound = None if part != "draft" else coolsd.load_target(tmp_path / "toy" / "target", "cpu")
-    with pytest.raises(ValueError, match=said) as raised:  # 2^30 x 2^30 floats would be a RuntimeError, or the end
+    with pytest.raises(ValueError, match=said) as raised, Modest():
         coolsd.load_head(folder, sound) if sound else coolsd.load_target(tmp_path / "toy" / "target", "cpu")
     assert "\n" not in str(raised.value)
 

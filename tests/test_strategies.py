@@ -162,7 +162,7 @@ def test_a_look_at_a_head_of_another_shape_is_one_sentence(plain, tmp_path, capf
     checkpoint = str(next((folder / "run").glob("**/*.ckpt")))
     look = ["validate", "--config", str(folder / "recipe.yaml"), "--out", str(tmp_path), "--ckpt_path", checkpoint]
     assert main([*look, "--data.batch_size", "4", "--model.intermediate_size", "64"]) == 2
-    assert "layers, intermediate_size (1, 32), but this recipe's (1, 64)" in capfd.readouterr().err
+    assert "the checkpoint's head has intermediate_size 32 (here 64); pass" in capfd.readouterr().err
 
 
 def test_a_second_run_in_the_same_folder_goes_on(plain):

@@ -106,6 +106,9 @@ def test_the_grid_need_not_be_square_and_a_saved_one_is_the_same(tiny, tmp_path)
         ({"code": 1}, "unknown .'code'."),
         ({"z_channels": 9}, "does not fit"),
         ({"codebook_size": 1 << 40}, "does not fit"),  # and nothing that large is made
+        ({"channels": 1 << 30}, "shapes that its config.json tells of"),
+        ({"num_res_blocks": 1 << 30}, "at most 64"),
+        ({"channel_multipliers": [1] * 99}, "99 levels"),
         ({"channel_multipliers": 2}, "channel_multipliers is 2, but must be a list"),
     ],
 )

@@ -84,7 +84,9 @@ class CLI(LightningCLI):
         return {self.verb: verbs[self.verb]} if self.verb in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--out", type=str, default=None, help="Folder of the run; wins over the recipe's logger.")
+        which = "Given as an option, short for --model.cache." if self.verb == "predict" else (
+            "Folder of the run; wins over the recipe's logger.")  # fmt: skip
+        parser.add_argument("--out", type=str, default=None, help=which)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
@@ -95,6 +97,8 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         if config.out is not None:
+            if self.verb == "predict":
+                raise ValueError("out is no key of an extraction's recipe; name its folder as model.cache")
             out = Path(config.out)
             config.trainer.default_root_dir = str(out)
             config.trainer.logger = {

@@ -453,12 +453,11 @@ class DraftTraining(L.LightningModule):
         config = EagleConfig.from_json(checkpoint["eagle"])
         self._check_cache(config, "the checkpoint", self.trainer.datamodule.cache.settings)  # type: ignore[attr-defined]
         if self.head is not None and config.transformer != self.head.config.transformer:
-            theirs, ours = (
-                (shape.layers, shape.intermediate_size) for shape in (config.transformer, self.head.config.transformer)
-            )
+            theirs, ours = (asdict(shape) for shape in (config.transformer, self.head.config.transformer))
+            named = ", ".join(f"{key} {theirs[key]} (here {ours[key]})" for key in ours if theirs[key] != ours[key])
             raise ValueError(
-                f"the checkpoint's head has layers, intermediate_size {theirs}, but this recipe's {ours}; pass the "
-                "recipe it was trained with, or its --model.layers and --model.intermediate_size"
+                f"the checkpoint's head has {named}; pass the recipe it was trained with, or its --model.layers and "
+                "--model.intermediate_size"
             )
         if "average" in checkpoint:
             checkpoint["state_dict"] = checkpoint["average"]

@@ -55,6 +55,8 @@ class EagleConfig:
                 raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {1 << 24}")
         if not all(type(layer) is int for layer in self.layers):
             raise ValueError(f"layers are {list(self.layers)!r}, but must be integers")
+        if not isinstance(self.target, (str, type(None))):
+            raise ValueError(f"target is {self.target!r}, but must be the name of a checkpoint, or null")
         if self.pairing not in PAIRINGS:
             raise ValueError(f"pairing is {self.pairing!r}, but must be one of {', '.join(PAIRINGS)}")
 

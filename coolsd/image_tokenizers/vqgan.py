@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coolsd.checkpoint import check_fits, read_tensors, save_checkpoint
+from coolsd.checkpoint import as_told, check_fits, read_tensors, save_checkpoint
 from coolsd.image_tokenizers.llamagen_vq import AttnBlock, Downsample, ResBlock, Upsample, group_norm
 
 GROUPS = 32
@@ -47,6 +47,11 @@ class VQGANConfig:
                 if field.name == "attention" and value == ():
                     continue
                 raise ValueError(f"image tokenizer config: {field.name} is {value!r}, but must be positive integers")
+        if self.num_res_blocks > 64 or len(self.channel_multipliers) > 16:
+            raise ValueError(
+                f"image tokenizer config: {self.num_res_blocks} blocks on each of "
+                f"{len(self.channel_multipliers)} levels, but must be at most 64 on 16"
+            )
         if self.channels % GROUPS:
             raise ValueError(f"channels is {self.channels}, not a multiple of {GROUPS}, the groups that are normalised")
 
@@ -189,7 +194,7 @@ class VQGAN(nn.Module):
                 f"{folder / 'config.json'}: missing {sorted(own.keys() - config.keys())}, unknown "
                 f"{sorted(config.keys() - own.keys())}"
             )
-        with torch.device("meta"):  # a stranger's config may tell of any size
+        with torch.device("meta"), as_told(folder):  # a stranger's config may tell of any size
             model = cls(VQGANConfig(**own))  # type: ignore[arg-type]
         tensors = read_tensors(folder)
         check_fits(model, tensors, folder / "model.safetensors")

@@ -52,10 +52,11 @@ class WordEncoder(nn.Module):
             strange = [captions[row][start:end] for id, (start, end) in spans if id == unknown]
             if strange:
                 warnings.warn(
-                    f"caption {row}: the target does not know {', '.join(dict.fromkeys(strange))}", stacklevel=3
+                    f"{captions[row][:50]!r}: the target knows no {', '.join(dict.fromkeys(strange))}",
+                    stacklevel=3,
                 )
             if len(encoding.ids) > slots:
-                warnings.warn(f"caption {row}: only its first {slots} words count", stacklevel=3)
+                warnings.warn(f"{captions[row][:60]!r}: only its first {slots} words count", stacklevel=3)
             ids[row, slots - len(words) :] = torch.tensor(words)
             mask[row, slots - len(words) :] = True
         device = self.embedding.weight.device

@@ -47,12 +47,17 @@ class LlamaGenConfig:
     text_encoder: str = "google/flan-t5-xl"
 
     def __post_init__(self) -> None:
-        numbers = {"codebook_size": 1, "prompt_slots": 1, "caption_dim": 0, "words": 0, "sketch_rank": 0}
+        numbers = {"codebook_size": 1, "caption_dim": 0, "words": 0, "sketch_rank": 0}
         for name, least in {**numbers, "sketch_reach": 1, "classes": 0}.items():
             if type(value := getattr(self, name)) is not int or not least <= value <= 1 << 24:
                 raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {1 << 24}")
+        most = 1 if self.classes else 1 << 12  # rows of the rotary table, which no weight's shape bounds
+        if type(self.prompt_slots) is not int or not 0 < self.prompt_slots <= most:
+            raise ValueError(f"prompt_slots is {self.prompt_slots!r}, but must be an integer from 1 to {most}")
         if len(self.grid) != 2 or not all(type(side) is int and 0 < side <= 1 << 10 for side in self.grid):
             raise ValueError(f"grid is {list(self.grid)}, but must be [rows, columns], each from 1 to {1 << 10}")
+        if self.grid[0] * self.grid[1] > 1 << 16:
+            raise ValueError(f"grid is {list(self.grid)}, but must have at most {1 << 16} tokens")
         if type(self.rope_base) not in (int, float) or not 1 < self.rope_base < math.inf:
             raise ValueError(f"rope_base is {self.rope_base!r}, but must be a number above 1")
 
