@@ -91,6 +91,12 @@ def test_without_certificates_everything_else_is_the_same(command, run, tmp_path
     assert cli.main(["evaluate", *command, "--out", str(tmp_path)]) == 2  # its journal is not continued with them
 
 
+def test_a_caption_without_words_is_told_by_its_number(command, tmp_path, capfd):
+    captions = ["a b"] * 66 + [" ", "a"]  # beyond the first that are encoded together
+    assert cli.main(["evaluate", *command, "--prompts", json.dumps(captions), "--out", str(tmp_path / "run")]) == 2
+    assert "caption 66 (' ') has no words" in capfd.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_summaries_follow_from_the_numbers_of_single_images(run):
     _, found = run
     plain = dict(zip(found["rows"][0]["per_image"]["row"], found["rows"][0]["per_image"]["latency_s"], strict=True))

@@ -52,7 +52,7 @@ class WordEncoder(nn.Module):
             strange = [captions[row][start:end] for id, (start, end) in spans if id == unknown]
             if strange:
                 warnings.warn(
-                    f"{captions[row][:50]!r}: the target knows no {', '.join(dict.fromkeys(strange))}",
+                    f"{captions[row][:60]!r}: the target does not know {', '.join(dict.fromkeys(strange))}",
                     stacklevel=3,
                 )
             if len(encoding.ids) > slots:
