@@ -200,9 +200,9 @@ class Extraction(L.LightningModule):
         config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
         if self.target.dtype != torch.float32:  # else DeepSpeed makes them float32
             config[{torch.bfloat16: "bf16", torch.float16: "fp16"}[self.target.dtype]] = {"enabled": True}
-        dtype, device = self.target.dtype, self.trainer.strategy.root_device
+        device = self.trainer.strategy.root_device
         config = {"train_micro_batch_size_per_gpu": 1, **config}  # asked for, though nothing is trained
-        deepspeed.zero.Init(self.target, config_dict_or_path=config, dtype=dtype, mem_efficient_linear=False)
+        deepspeed.zero.Init(self.target, config_dict_or_path=config)
         self.target._apply(lambda tensor: tensor if hasattr(tensor, "ds_id") else tensor.to(device))
 
     def configure_callbacks(self) -> list[L.Callback]:
