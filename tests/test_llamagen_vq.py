@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from coolsd.checkpoint import load_strictly, save_checkpoint
-from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
+from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
 
 PARITY = Path(__file__).parent / "parity"
 TINY = LlamaGenVQConfig(

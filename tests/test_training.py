@@ -22,7 +22,7 @@ from training.callbacks import AcceptedLength, TokensPerSecond
 from training.draft import DraftTraining, widened
 from training.losses import acceptance_mass, masked_mean, soft_cross_entropy
 from training.memory import training_bytes
-from training.muon import MuonAdamW, orthogonalize
+from training.muon import Muon, orthogonalize
 from training.rollout import RolloutCache, depth_mask, shifted
 from training.target import (
     EmojiCaptions,
@@ -90,7 +90,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(rng):
 def test_muon_and_adamw_both_descend(rng):
     goal = torch.randn(16, 16, generator=rng)
     matrix, vector = torch.nn.Parameter(torch.zeros(16, 16)), torch.nn.Parameter(torch.zeros(16))
-    optimizer = MuonAdamW([matrix], [vector], lr=0.05, weight_decay=0.0)
+    optimizer = Muon([{"params": [matrix], "muon": 0.2}, {"params": [vector], "muon": 0}], lr=0.05, weight_decay=0.0)
     losses = []
     for _ in range(60):
         loss = (matrix - goal).square().mean() + (vector - 1).square().mean()

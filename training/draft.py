@@ -144,7 +144,7 @@ class DraftTraining(L.LightningModule):
             return
         sharded = getattr(self.trainer.strategy, "zero_stage_3", False)
         if sharded and any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError("ZeRO stage 3 shares out the weights that are to be averaged; use stage 1 or 2, or ddp")
+            raise ValueError("ZeRO stage 3 shares out the weights that are to be averaged; use stage 2, or ddp")
         cache = self.trainer.datamodule.cache  # type: ignore[attr-defined]
         settings, ends = cache.settings, cache.ends()
         if self.sampling.branches != settings.branches:

@@ -7,11 +7,11 @@ and one matrix at a time; here equal shapes go through one batched product in fl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from torch import Tensor
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -26,52 +26,33 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """matrices get lr * 0.2 * sqrt(max(rows, columns)) * orthogonalised momentum, others AdamW; one lr fits both."""
-
-    def __init__(
-        self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], lr: float, weight_decay: float
-    ) -> None:
-        groups = [{"params": list(matrices), "muon": True}, {"params": list(others), "muon": False}]
-        super().__init__([g for g in groups if g["params"]], {"lr": lr, "weight_decay": weight_decay})
+class Muon(torch.optim.AdamW):
+    """AdamW; in a group whose `muon` is not 0 weights take lr * muon * sqrt(max(rows, columns)) * the orthogonalised
+    momentum instead (0.2: one lr fits both). Convolutions count as [out, in * kh * kw]."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            (self._muon if group["muon"] else self._adamw)(group)
+            shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for weight in group["params"] if group["muon"] else []:
+                if weight.grad is not None:
+                    shapes[weight.flatten(1).shape].append(weight)
+            for shape, weights in shapes.items():
+                updates = []
+                for weight in weights:
+                    state = self.state[weight]
+                    if not state:  # AdamW's own loading asks every state for its step
+                        state.update({"step": torch.zeros(()), "momentum": torch.zeros_like(weight)})
+                    state["momentum"].lerp_(weight.grad, 0.05)
+                    updates.append(weight.grad.lerp(state["momentum"], 0.95).flatten(1))
+                scale = group["lr"] * group["muon"] * max(shape) ** 0.5
+                for weight, update in zip(weights, orthogonalize(torch.stack(updates)), strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update.view_as(weight), alpha=-scale)
+                    weight.grad = None  # AdamW skips what has no gradient
+        super().step()
         return loss
-
-    def _muon(self, group: dict) -> None:
-        shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                shapes[parameter.shape].append(parameter)
-        for shape, parameters in shapes.items():
-            updates = []
-            for parameter in parameters:
-                state = self.state[parameter]
-                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 0.05)
-                updates.append(torch.lerp(parameter.grad, momentum, 0.95))
-            scale = 0.2 * max(shape) ** 0.5
-            for parameter, update in zip(parameters, orthogonalize(torch.stack(updates)), strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
-
-    def _adamw(self, group: dict) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state.update(
-                    step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
-                )
-        states = [self.state[p] for p in parameters]
-        adamw(
-            parameters, [p.grad for p in parameters], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
-            [], [s["step"] for s in states], amsgrad=False, beta1=0.9, beta2=0.95, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=1e-8, maximize=False,
-        )  # fmt: skip

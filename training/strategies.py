@@ -6,11 +6,8 @@ Knows Lightning's strategy and what of it insists on CUDA; knows no model.
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +19,8 @@ from torch import Tensor, nn
 class DeepSpeedCPUStrategy(DeepSpeedStrategy):
     """ZeRO on CPU processes, over gloo: `trainer.accelerator: cpu`, `trainer.devices`: number of processes.
 
-    DeepSpeed builds one small operator on first use, with the C++ compiler and ninja (pip install coolsd[test]).
-
     Args:
-        stage: 1 (shards the optimizer's state), 2 (gradients too) or 3 (weights too).
+        stage: 2 (shards the optimizer's state and gradients) or 3 (weights too).
         bucket_size: Elements reduced at once; small models need little.
         config: A DeepSpeed config (dict or JSON file) that replaces all of the above.
     """
@@ -34,8 +29,6 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
         self, stage: int = 2, bucket_size: int = 5_000_000, config: dict[str, Any] | str | None = None
     ) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
-        if shutil.which("ninja") is None:  # an environment that is called by path, not activated
-            os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         super().__init__(
             accelerator=None,
             stage=stage,
@@ -60,6 +53,9 @@ class DeepSpeedCPUStrategy(DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled here, and gloo does without
         self._init_deepspeed_distributed()
 
 

@@ -27,7 +27,7 @@ from coolsd.targets.captions import WordEncoder
 from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 from data.emoji.dataset import EmojiImages, items
-from training.muon import MuonAdamW
+from training.muon import Muon
 from training.tokenizer import EmojiSampler
 
 
@@ -157,7 +157,9 @@ class TargetTraining(L.LightningModule):
         named = [(name, p) for name, p in self.target.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if name.startswith("transformer.layers.") and p.ndim == 2]
         others = [p for name, p in named if not (name.startswith("transformer.layers.") and p.ndim == 2)]
-        return MuonAdamW(matrices, others, self.hparams["learning_rate"], self.hparams["weight_decay"])
+        groups = [{"params": matrices, "muon": 0.2}, {"params": others, "muon": 0}]
+        rate, decay = self.hparams["learning_rate"], self.hparams["weight_decay"]
+        return Muon(groups, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
 
     def on_fit_start(self) -> None:
         if self.trainer.max_steps < 0 and math.isinf(self.hparams["max_minutes"]):

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch.utils.data import DataLoader
 from torchmetrics.image import PeakSignalNoiseRatio
 
 from coolsd.checkpoint import load_strictly
-from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
+from coolsd.image_tokenizers import LlamaGenVQ, LlamaGenVQConfig, load_image_tokenizer
 from data.emoji.dataset import EmojiImages
 from data.loader import EpochSampler
-from training.muon import orthogonalize
+from training.muon import Muon
 
 HELD_OUT = ("novel", "combo")
 
@@ -32,35 +31,6 @@ def reconstruction_loss(decoded: Tensor, images: Tensor, mse: float, l1: float, 
             loss = loss + edges * difference.abs().mean()
         loss = loss + edges * (difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean())
     return loss
-
-
-class ConvMuon(torch.optim.AdamW):
-    """AdamW; groups with `muon: True` take the momentum's nearest orthogonal matrix instead (Muon, Newton-Schulz).
-
-    Convolutions count as [out, in*kh*kw].  +1.7 dB over AdamW alone after 250 steps of batch 8 (one run each).
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for weight in group["params"] if group["muon"] else []:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if not state:  # AdamW's own loading asks every state for its step
-                    state.update({"step": torch.zeros(()), "momentum": torch.zeros_like(weight)})
-                momentum = state["momentum"]
-                momentum.lerp_(weight.grad, 0.05)
-                update = orthogonalize(weight.grad.lerp(momentum, 0.95).flatten(1)[None])[0]
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update.reshape(weight.shape), alpha=-0.4 * group["lr"] * max(update.shape) ** 0.5)
-                weight.grad = None  # AdamW skips what has no gradient
-        super().step()
-        return loss
 
 
 class TokenizerTraining(LightningModule):
@@ -110,10 +80,10 @@ class TokenizerTraining(LightningModule):
         named = [(name, weight) for name, weight in self.tokenizer.named_parameters() if weight.requires_grad]
         inner = [name for name, w in named if w.ndim == 4 and not name.endswith(("conv_in.weight", "conv_out.weight"))]
         groups = [
-            {"params": [weight for name, weight in named if (name in inner) == muon], "muon": muon}
-            for muon in (True, False)
+            {"params": [weight for name, weight in named if (name in inner) == bool(muon)], "muon": muon}
+            for muon in (0.4, 0)  # +1.7 dB over AdamW alone after 250 steps of batch 8 (one run each)
         ]
-        return ConvMuon(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
+        return Muon(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
 
     def on_fit_start(self) -> None:
         if self.trainer.max_steps < 0 and math.isinf(self.max_minutes):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coolsd.checkpoint import find_folder, fingerprint, load_made, read_json, read_tensors, save_checkpoint
+from coolsd.checkpoint import save_checkpoint
 
 
 @dataclass(frozen=True)
@@ -265,24 +265,3 @@ class LlamaGenVQ(nn.Module):
     def save(self, folder: str | Path) -> str:
         """Writes a checkpoint folder and returns its fingerprint."""
         return save_checkpoint(Path(folder), {"type": "llamagen_vq", **asdict(self.config)}, self.state_dict())
-
-
-def read_config(path: Path) -> LlamaGenVQConfig:
-    values = read_json(path)
-    if values.pop("type", None) != "llamagen_vq":
-        raise ValueError(f'{path} does not describe a LlamaGen VQ model: expected "type": "llamagen_vq"')
-    names = {field.name for field in fields(LlamaGenVQConfig)}
-    if values.keys() != names:
-        raise ValueError(f"{path}: missing {sorted(names - values.keys())}, unknown {sorted(values.keys() - names)}")
-    return LlamaGenVQConfig(**values)
-
-
-def load_image_tokenizer(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> LlamaGenVQ:
-    """From a checkpoint folder, or a name under checkpoints/ such as "emoji/tokenizer"."""
-    folder = find_folder(folder)
-    config, hashed = read_config(folder / "config.json"), fingerprint(folder)
-    model = load_made(lambda: LlamaGenVQ(config), read_tensors(folder), folder / "model.safetensors")
-    model.fingerprint = f"{folder.resolve().name}@{hashed}"
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

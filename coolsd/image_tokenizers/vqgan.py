@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coolsd.checkpoint import as_told, check_fits, read_tensors, save_checkpoint
+from coolsd.checkpoint import save_checkpoint
 from coolsd.image_tokenizers.llamagen_vq import AttnBlock, Downsample, ResBlock, Upsample, group_norm
 
 GROUPS = 32
@@ -185,21 +184,6 @@ class VQGAN(nn.Module):
     def save(self, folder: Path) -> str:
         """Writes a checkpoint folder and returns its fingerprint."""
         return save_checkpoint(folder, {"type": "vqgan", **asdict(self.config)}, self.state_dict())
-
-    @classmethod
-    def load(cls, folder: Path, config: dict[str, Any]) -> VQGAN:
-        own = {field.name: config.get(field.name) for field in fields(VQGANConfig)}
-        if config.keys() != own.keys():
-            raise ValueError(
-                f"{folder / 'config.json'}: missing {sorted(own.keys() - config.keys())}, unknown "
-                f"{sorted(config.keys() - own.keys())}"
-            )
-        with torch.device("meta"), as_told(folder):  # a stranger's config may tell of any size
-            model = cls(VQGANConfig(**own))  # type: ignore[arg-type]
-        tensors = read_tensors(folder)
-        check_fits(model, tensors, folder / "model.safetensors")
-        model.load_state_dict(tensors, assign=True)
-        return model
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
