@@ -48,14 +48,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sha256(path: Path) -> str:
+    digest = hashlib.sha256()  # hashlib.file_digest begins with Python 3.11
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-
-
-def _sha256(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -195,7 +191,10 @@ def numbers_stored(folder: Path) -> int:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / "model.safetensors"
+    return read_safetensors(folder / "model.safetensors")
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:

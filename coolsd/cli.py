@@ -24,7 +24,7 @@ COMMANDS = {  # name: (module:function, what it does)
     "quickstart": ("coolsd.quickstart:main", "extract, fit and evaluate on the embedded emoji target, then report"),
     "generate": ("coolsd.generate_images:main", "captions in, PNG files out"),
     "extract": ("training.verbs:extract", "captioned images -> feature cache (Lightning predict)"),
-    "fit": ("training.verbs:fit", "train a draft head, a target or a tokenizer (LightningCLI)"),
+    "fit": ("training.verbs:fit", "train a draft head, or what the embedded target is made of (LightningCLI)"),
     "validate": ("training.verbs:validate", "validation metrics of a checkpoint (LightningCLI)"),
     "test": ("training.verbs:test", "test metrics of a checkpoint (LightningCLI)"),
     "export": ("training.cli:export", "a run's checkpoint -> a head folder that decoding loads"),

@@ -45,7 +45,7 @@ from coolsd.convert_chameleon import (
     write_chameleon,
 )
 from coolsd.heads.eagle import EagleConfig
-from coolsd.image_reward import from_published, our_names, to_json
+from coolsd.image_reward import from_published, our_names
 from coolsd.image_tokenizers.llamagen_vq import LlamaGenVQ, LlamaGenVQConfig
 from coolsd.image_tokenizers.vqgan import own_tensors
 from coolsd.published import Converted, layers_of, number, read_foreign, read_source, real
@@ -271,7 +271,8 @@ def from_image_reward(tensors: dict[str, Tensor], source: Path) -> Converted:
     shape, ours = from_published(tensors, source)
     mapped = {name: [theirs] for theirs, name in our_names(list(tensors)).items()}
     unused = sorted(set(tensors) - {theirs for parts in mapped.values() for theirs in parts})
-    return Converted(to_json(shape), ours, {"mapped": mapped, "unused": unused, "missing": []})
+    report = {"mapped": mapped, "unused": unused, "missing": []}
+    return Converted({"type": "image_reward", **asdict(shape)}, ours, report)
 
 
 # -------------------------------------------------------------------------------------------- and back again
@@ -347,7 +348,7 @@ def convert(
     Args:
         source: A .pt, .bin or .safetensors file, a Hugging Face folder, or with `to` a folder of ours.
         out: Folder to write; it must not exist yet.
-        to: Write this format instead: llamagen (a .pt file), lantern-llamagen or lantern-drafter.
+        to: Write this format instead: llamagen (a .pt file), lantern-llamagen, lantern-drafter or eagle.
         image_size: Pixels, which files do not say: LlamaGen's of a side, Lumina-mGPT's of a side or [width, height].
         heads: Attention heads, for a LlamaGen of no published size.
         tokenizer: File of the image tokenizer (vq_ds16_*.pt, vqgan.ckpt), which goes into the target's folder.
@@ -423,8 +424,6 @@ def write_ours(
 
 
 def write_theirs(folder: Path, part: Path, to: Format, target: Path | None) -> dict[str, Any]:
-    if to not in NAMES:
-        raise ValueError(f"no format named {to!r}; choose one of {', '.join(NAMES)}")
     config, tensors, unused = export(folder, to, target)
     if to == "llamagen":
         torch.save({"model": tensors}, part / "llamagen.pt")

@@ -180,8 +180,6 @@ def evaluate(
     same = {
         **about,
         "environment": measured_on,
-        "certificates": None if certificates else False,  # these two as older journals have them
-        "processes": processes if processes > 1 else None,
         "captions": captions,
         "methods": [[c.name, c.about, c.prompts] for c in contenders],
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,3 @@ class ImageReward(ImageMetric):
 
     def about(self) -> dict[str, Any]:
         return {"scale": "mean 0, sd 1 of its authors' data", "words": self.words, **self._found}
-
-
-def to_json(config: ImageRewardConfig) -> dict[str, Any]:
-    return {"type": "image_reward", **asdict(config)}

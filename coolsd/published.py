@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from coolsd.checkpoint import INDEX_BYTES, read_json, weight_map
+from coolsd.checkpoint import INDEX, INDEX_BYTES, read_json, read_safetensors, weight_map
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -40,10 +38,7 @@ def read_foreign(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+        return read_safetensors(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a pickle may be broken in any way
@@ -66,7 +61,7 @@ def read_source(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         beside = source.with_name("config.json")
         return read_foreign(source), read_json(beside, INDEX_BYTES) if beside.is_file() else {}
     config = read_json(source / "config.json", INDEX_BYTES)  # Chameleon's lists its vocabulary
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+    for index in (INDEX, "pytorch_model.bin.index.json"):
         if (source / index).is_file():
             tensors: dict[str, Tensor] = {}
             for shard in sorted(set(weight_map(source / index).values())):

@@ -186,13 +186,8 @@ class Replay:
         """[L, NODES, R]: sum of K log(K / p) over the bins before ONE at g = (node / (NODES - 1))^2."""
         p, q = self.record.target_mass[:, :ONE], self.record.draft_mass[:, :ONE]
         ratio = torch.where(p > 0, q / p, 0.0)
-        return torch.stack(
-            [
-                (p * _k_log_k(torch.lerp(ratio, torch.ones(()), (node / (NODES - 1)) ** 2))).sum(1)
-                for node in range(NODES)
-            ],
-            1,
-        )
+        at = (torch.lerp(ratio, torch.ones(()), (node / (NODES - 1)) ** 2) for node in range(NODES))
+        return torch.stack([(p * torch.xlogy(k, k)).sum(1) for k in at], 1)
 
     def test(self, depth: int, relaxation: Tensor, drifts: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Acceptance probability a, bias N, KL and NLL drift D of all recorded tests at one depth (0-based).
@@ -216,7 +211,7 @@ class Replay:
         table = self.below[depth]
         below = torch.lerp(table.gather(0, left.long()), table.gather(0, left.long() + 1), node - left)
         inside = torch.where(p > 0, torch.xlogy(here, here / p), 0.0)
-        divergence = self.above[depth, k_above] + inside + _k_log_k(w) * tail + below
+        divergence = self.above[depth, k_above] + inside + torch.xlogy(w, w) * tail + below
         p, q = self.record.target_nll[depth, k], self.record.draft_nll[depth, k]
         more = self.nll_excess[depth, k_above] + (torch.minimum(q, w * p) - p).relu()
         more = more + (w - 1) * self.nll_tail[depth, k_above + 1]
@@ -250,10 +245,6 @@ class Replay:
 def _before(values: Tensor) -> Tensor:
     """[L, K, R] -> [L, K + 1, R]: the sum of all bins before k."""
     return torch.nn.functional.pad(values.cumsum(1), (0, 0, 1, 0))
-
-
-def _k_log_k(k: Tensor) -> Tensor:
-    return torch.xlogy(k, k)
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,10 @@ class TransformerConfig:
         return self.kv_heads or self.heads
 
 
-def grid_rope(prefix: int, height: int, width: int, head_dim: int, base: float = 10000.0, spare: int = 0) -> Tensor:
-    """LlamaGen's 2-D rotary table, float32 [prefix + height * width + spare, head_dim / 2, 2] (cosine, sine).
+def grid_rope(prefix: int, height: int, width: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """LlamaGen's 2-D rotary table, float32 [prefix + height * width, head_dim / 2, 2] (cosine, sine).
 
-    The first half of the pairs turns with the row, the second with the column. Prefix and spare rows are all zero,
+    The first half of the pairs turns with the row, the second with the column. Prefix rows are all zero,
     which makes queries and keys there zero: text is attended uniformly (reference: LlamaGen, gpt.py).
     """
     frequencies = base ** -(torch.arange(0, head_dim // 2, 2).float() / (head_dim // 2))  # [head_dim / 4]
@@ -78,8 +78,7 @@ def grid_rope(prefix: int, height: int, width: int, head_dim: int, base: float =
         [rows[:, None].expand(-1, width, -1), columns[None].expand(height, -1, -1)], dim=-1
     ).flatten(0, 1)  # fmt: skip
     table = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    zeros = table.new_zeros(1, *table.shape[1:])
-    return torch.cat([zeros.expand(prefix, -1, -1), table, zeros.expand(spare, -1, -1)])
+    return torch.cat([table.new_zeros(prefix, *table.shape[1:]), table])
 
 
 def line_rope(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -254,18 +253,6 @@ def freeze(model: nn.Module) -> None:
             module.freeze()
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class HeadNorm(nn.Module):
     """LayerNorm of each head's D numbers, with a weight and a bias [heads, D] of its own."""
 
@@ -339,9 +326,9 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(
@@ -364,7 +351,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(Block(config, input_norm=first_input_norm or i > 0) for i in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if final_norm else nn.Identity()
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if final_norm else nn.Identity()
 
     def forward(
         self,

@@ -47,7 +47,6 @@ from torch import Tensor
 from coolsd.checkpoint import read_json, sha256, write_whole
 
 SCHEMA = 1
-BEFORE = {"context": False, "layers": []}  # what caches of before these settings were made with
 LARGEST_MANIFEST = 1 << 28  # bytes
 OPEN = 512  # shards that a reader keeps mapped: a system lets a process map some thousand files
 DTYPES = {
@@ -611,7 +610,6 @@ def _check_ends(ends: Mapping[str, Tensor], settings: CacheSettings, path: Path)
 
 
 def _refuse_other_settings(folder: Path, begun: dict[str, Any], ours: dict[str, Any]) -> None:
-    begun = {**BEFORE, **begun}
     pairs = {name: (begun.get(name), value) for name, value in ours.items() if name != "settings"}
     theirs = begun.get("settings") if isinstance(begun.get("settings"), dict) else {}
     for name in {**theirs, **ours["settings"]}:
@@ -629,7 +627,6 @@ def _settings(manifest: dict[str, Any], path: Path) -> CacheSettings:
             f"{path} has schema {manifest.get('schema')!r}, but this version reads {SCHEMA}; extract again"
         )
     names = [f.name for f in fields(CacheSettings)]
-    manifest = {**BEFORE, **manifest}
     missing = [name for name in names if name not in manifest]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; extract again")

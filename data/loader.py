@@ -327,8 +327,8 @@ class _Online:
     def __init__(self, states: States, selection: Selection) -> None:
         self.states, self.selection, self.folder = states, selection, states.target.fingerprint
         self.images = states.source == "images"
-        items = range(len(selection))
-        found = [read_batch(selection, [item], self.images, states.problem)[2:] for item in items]  # no image is kept
+        items, problem = range(len(selection)), states.target.problem
+        found = [read_batch(selection, [item], self.images, problem)[2:] for item in items]  # no image is kept
         self.kept = [index for kept, _ in found for index in kept]
         skipped = [one for _, some in found for one in some]
         if not self.kept:
@@ -346,7 +346,7 @@ class _Online:
 
     def read(self, indices: Sequence[int]) -> list[CachedSample]:
         chosen = [self.kept[index] for index in indices]
-        images, captions, kept, skipped = read_batch(self.selection, chosen, self.images, self.states.problem)
+        images, captions, kept, skipped = read_batch(self.selection, chosen, self.images, self.states.target.problem)
         if skipped:
             raise ValueError(
                 f"{skipped[0].item} could be used when training began, and now cannot: {skipped[0].reason}"

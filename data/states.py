@@ -147,7 +147,7 @@ class States:
         self.checked = False
 
     def settings(self, selection: Selection, samples_per_shard: int, dtype: str) -> CacheSettings:
-        self.caption = selection.some_caption(self.problem)
+        self.caption = selection.some_caption(self.target.problem)
         prompt = self.prompt([self.caption], [0])
         how: dict[str, Any] = {"source": self.source, "target_dtype": str(self.target.dtype).removeprefix("torch.")}
         if self.source == "self-distill":
@@ -169,10 +169,6 @@ class States:
             layers=self.layers,
             settings=how,
         )
-
-    def problem(self, caption: str) -> str | None:
-        """Why the target refuses a caption, or None."""
-        return self.target.problem(caption)
 
     def prompt(self, captions: Sequence[str], indices: Sequence[int]) -> Prompt:
         """G branches, or where some captions are to be null one, that of the caption or of the null caption."""

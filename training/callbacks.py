@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
@@ -72,11 +70,7 @@ class AcceptedLength(L.Callback):
             found = {"accepted_length": length["mean"], "accepted_length_ci95": half(length) or 0.0}
             trainer.logger.log_metrics(found, trainer.global_step)
             if isinstance(trainer.logger, TensorBoardLogger) and result.images is not None:
-                images = result.images.cpu()  # a grid of them, [3, down * h, across * w]
-                across = math.ceil(len(images) ** 0.5)
-                empty = images.new_full((-len(images) % across, *images.shape[1:]), 255)
-                grid = torch.cat([images, empty]).unflatten(0, (-1, across)).permute(2, 0, 3, 1, 4)
-                trainer.logger.experiment.add_image("decoded", grid.flatten(1, 2).flatten(2), trainer.global_step)
+                trainer.logger.experiment.add_images("decoded", result.images.cpu(), trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.epochs and (trainer.current_epoch + 1) % self.epochs == 0:

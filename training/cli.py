@@ -10,7 +10,6 @@ import argparse
 import logging
 import pickle
 import re
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -158,11 +157,6 @@ class CLI(LightningCLI):
     before_validate = before_test = before_fit
 
 
-def main(args: list[str] | None = None) -> None:
-    """`python -m training.cli fit --config ...`; args None reads the command line."""
-    _run(args)
-
-
 def extract(args: list[str]) -> None:
     """Lightning's predict with training.extraction; the cache's own settings.json says how it was made."""
     defaults = ["--model", "training.extraction.Extraction", "--data", "training.extraction.CaptionedImages"]
@@ -171,7 +165,7 @@ def extract(args: list[str]) -> None:
         "--dry-run": "--model.dry_run=true", "--max-bad-fraction": "--model.max_bad_fraction", "--out": "--model.cache"
     }  # fmt: skip
     words = [re.sub(r"^--[a-z-]+", lambda option: short.get(option[0], option[0]), word) for word in args]
-    _run(["predict", *defaults, *quiet, *words])
+    main(["predict", *defaults, *quiet, *words])
 
 
 def export(args: list[str]) -> None:
@@ -195,11 +189,11 @@ def export(args: list[str]) -> None:
     print(f"{options.out}: head {made} from {path}, step {checkpoint['global_step']}")
 
 
-def _run(args: list[str] | None) -> None:
+def main(args: list[str]) -> None:
     # advertisements of other products, several lines a run
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
     CLI(
-        (args or sys.argv[1:] or [""])[0],
+        args[0],
         args=args,
         parser_class=Parser,
         seed_everything_default=0,
@@ -242,7 +236,3 @@ def _read_sharded(path: Path, trust: bool) -> dict[str, Any]:
     states = get_fp32_state_dict_from_zero_checkpoint(str(path), "checkpoint")
     about = torch.load(next((path / "checkpoint").glob("*model_states.pt")), map_location="cpu", weights_only=False)
     return {**about, "state_dict": about.get("average", states)}
-
-
-if __name__ == "__main__":
-    main()

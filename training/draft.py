@@ -375,7 +375,6 @@ class DraftTraining(L.LightningModule):
     def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Half-widths of 95% intervals over samples: of a length those of the samples' own lengths."""
         found = self.of_samples.compute()
-        found = torch.cat(found) if isinstance(found, list) else found
         halves = 1.96 * found.std(0) / math.sqrt(len(found)) if len(found) > 1 else found.new_zeros(len(self.measured))
         for name, half in zip(self.measured, halves, strict=True):
             self.log(f"{stage}/{name}_ci95", half, sync_dist=True)

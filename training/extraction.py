@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
-from data.features import DTYPES, CachedSample, CacheSettings, FeatureCacheWriter, Skipped
+from data.features import CachedSample, CacheSettings, FeatureCacheWriter, Skipped
 from data.loader import EpochSampler
 from data.states import Selection, States, read_batch
 from training.callbacks import Throughput
@@ -153,8 +153,6 @@ class Extraction(L.LightningModule):
         dry_run: bool = False,
     ) -> None:
         super().__init__()
-        if cache_dtype not in DTYPES:
-            raise ValueError(f"cache_dtype is {cache_dtype!r}; choose one of {', '.join(DTYPES)}")
         if samples_per_shard < 1:
             raise ValueError(f"samples_per_shard is {samples_per_shard}, but must be >= 1")
         if not 0 <= max_bad_fraction <= 1:
@@ -222,7 +220,7 @@ class Extraction(L.LightningModule):
 
     def _sifted(self, batch: CaptionedBatch) -> CaptionedBatch:
         """Without the captions that the target refuses: only here is there a target."""
-        whys = [self.states.problem(caption) for caption in batch.captions]
+        whys = [self.target.problem(caption) for caption in batch.captions]
         if not any(whys):
             return batch
         use = [place for place, why in enumerate(whys) if why is None]
@@ -244,16 +242,13 @@ class Extraction(L.LightningModule):
             return {"samples": 0}
         self.pending += samples
         self.skipped += batch.skipped
-        self._refuse_too_many_bad_ones()
+        # as soon as this process sees it; `finish` counts those of all processes and of earlier runs
+        self.writer.check_skipped(self.bad + self.skipped, self.max_bad_fraction)
         if batch.of.last:
             self.writer.write_shard(batch.of.shard, self.pending, self.skipped)
             self.bad += self.skipped
             self.pending, self.skipped = [], []
         return {"samples": len(samples)}
-
-    def _refuse_too_many_bad_ones(self) -> None:
-        """As soon as this process sees it; `finish` counts those of all processes and of earlier runs."""
-        self.writer.check_skipped(self.bad + self.skipped, self.max_bad_fraction)
 
     def teardown(self, stage: str) -> None:
         """After all processes are done, the first writes the target's ends and the manifest."""

@@ -223,8 +223,7 @@ class TargetTraining(L.LightningModule):
         result = generate(self.target, captions, sampling=sampling, observer=note)
         self.log("val/guided_entropy", torch.stack(entropies).mean())
         if self.logger is not None and result.images is not None:
-            grid = result.images.unflatten(0, (4, 6)).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
-            self.logger.experiment.add_image("combo", grid, self.global_step)  # type: ignore[attr-defined]
+            self.logger.experiment.add_images("combo", result.images, self.global_step)  # type: ignore[attr-defined]
         if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
             self.export(Path(self.trainer.default_root_dir) / "export" / "target")
 

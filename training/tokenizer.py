@@ -158,8 +158,7 @@ class TokenizerTraining(LightningModule):
         self.log(f"psnr/{name}", self.psnr[name], add_dataloader_idx=False, prog_bar=True)
         if batch_idx == 0 and self.logger is not None:
             pairs = torch.cat([batch["image"][:8], decoded[:8]], dim=2)  # the original above its reconstruction
-            picture = torch.cat(list(pairs), dim=2)
-            self.logger.experiment.add_image(f"reconstruction/{name}", picture, self.global_step)
+            self.logger.experiment.add_images(f"reconstruction/{name}", pairs, self.global_step)
 
     def on_validation_epoch_end(self) -> None:
         share = self.held_out_hits / self.held_out_hits.sum().clamp(min=1)

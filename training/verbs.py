@@ -24,7 +24,7 @@ OUT = {
 
 
 def fit(args: list[str]) -> None:
-    """Train a draft head (training.draft), a target (training.target) or an image tokenizer (training.tokenizer)."""
+    """Train a draft head (training.draft), or the embedded target, its tokenizer or its metric network."""
     _run("fit", args, fit.__doc__)
 
 
