@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coolsd import tree as trees
 from coolsd.checkpoint import write_json
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain, HeadDrafter
 from coolsd.drafters.static_tree import SHAPES, StaticTree, parents
@@ -351,9 +351,4 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main(args: list[str]) -> None:
-    parser = argument_parser("bench", "Milliseconds of each part of decoding, beside transformers' generate.")
-    parser.add_argument("--compile", action="store_true", help="measure all once more under torch.compile")
-    parser.add_function_arguments(bench, skip={"compile"})
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    bench(**options)
+    call(bench, argument_parser("bench", "Milliseconds of each part of decoding, beside transformers' generate."), args)

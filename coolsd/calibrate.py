@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coolsd.checkpoint import write_json, write_whole
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
 from coolsd.evaluate import find_captions
@@ -371,10 +371,4 @@ def setting(rule: dict[str, Any]) -> str:
 
 def main(args: list[str]) -> None:
     parser = argument_parser("calibrate", "The setting of Cool-SD for a budget of bias, KL or accepted length.")
-    flags = {"search_nu": "search nu from 0 to 1.5 as well", "compile": "torch.compile target and head"}
-    for name, purpose in flags.items():
-        parser.add_argument(f"--{name}", action="store_true", help=purpose)
-    parser.add_function_arguments(calibrate, skip={*flags})
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    calibrate(**options)
+    call(calibrate, parser, args)

@@ -53,6 +53,7 @@ PROCESS_SETTINGS = {
     **dict.fromkeys(("quickstart", "generate", "evaluate", "calibrate", "bench"), ALLOCATOR),
 }
 
+EPILOG = "Where an option takes true or false, the option alone is true."
 FILE_MISTAKES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError)
 
 
@@ -130,21 +131,28 @@ def argument_parser(command: str, description: str) -> jsonargparse.ArgumentPars
 
     class Parser(jsonargparse.ArgumentParser):
         def parse_args(self, args: Any = None, **settings: Any) -> Any:  # type: ignore[override]
-            """--images-per-prompt and --images_per_prompt are one option."""
-            dashed = re.compile(r"--[\w.-]+")
-            args = (
-                None
-                if args is None
-                else [dashed.sub(_underscored, arg, count=1) if arg[:2] == "--" else arg for arg in args]
-            )
+            """--images-per-prompt and --images_per_prompt are one option, and so are --compile and --compile true."""
+            args = [re.sub(r"^--[\w.-]+", _underscored, word) for word in args or ()]
+            flags = {name for action in self._actions if getattr(action, "_typehint", None) is bool
+                     for name in action.option_strings}  # fmt: skip
+            pairs = zip(args, [*args[1:], ""], strict=True)
+            bare = [word in flags and value not in ("true", "false") for word, value in pairs]
+            args = [f"{word}=true" if flag else word for word, flag in zip(args, bare, strict=True)]
             return super().parse_args(args, **settings)
 
         def error(self, message: str, ex: Exception | None = None) -> Any:
             raise argparse.ArgumentError(None, explain(message, option_names(self))) from ex
 
-    parser = Parser(prog=f"coolsd {command}", description=description, allow_abbrev=False)
+    parser = Parser(prog=f"coolsd {command}", description=description, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     return parser
+
+
+def call(function: Callable[..., Any], parser: jsonargparse.ArgumentParser, args: list[str]) -> Any:
+    """function(what command line and recipes tell); its arguments are options, but for those the parser has already."""
+    parser.add_function_arguments(function, skip={action.dest for action in parser._actions})
+    chosen = parser.instantiate(parser.parse_args(args)).as_dict()
+    return function(**{name: value for name, value in chosen.items() if name != "config"})
 
 
 def _underscored(option: re.Match[str]) -> str:

@@ -34,7 +34,7 @@ from coolsd.checkpoint import (
     save_checkpoint,
     write_json,
 )
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.convert_chameleon import (
     ImageSize,
     Layout,
@@ -437,8 +437,5 @@ def write_theirs(folder: Path, part: Path, to: Format, target: Path | None) -> d
 def main(args: list[str]) -> None:
     parser = argument_parser("convert", "Published checkpoints -> our folders, and back.")
     parser.add_argument("source", type=Path, help="file or folder to convert")
-    parser.add_argument("--from", type=str, default="auto", help=f"auto, {', '.join(FORMATS)}")
-    parser.add_function_arguments(convert, skip={"source", "source_format"})
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    convert(source_format=options.pop("from"), **options)
+    parser.add_argument("--from", dest="source_format", type=str, default="auto", help=f"auto, {', '.join(FORMATS)}")
+    call(convert, parser, args)

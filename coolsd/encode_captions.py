@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coolsd.checkpoint import find_folder, read_json
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.generate_images import progress_bar, read_prompts
 from coolsd.targets import pick_device
 from coolsd.targets.captions import T5Encoder
@@ -39,8 +39,4 @@ def encode_captions(target: Path, prompts: Path, device: str = "auto") -> None:
 
 
 def main(args: list[str]) -> None:
-    parser = argument_parser("captions", "T5 features of captions, kept in the target's folder.")
-    parser.add_function_arguments(encode_captions)
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    encode_captions(**options)
+    call(encode_captions, argument_parser("captions", "T5 features of captions, kept in the target's folder."), args)

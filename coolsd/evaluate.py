@@ -24,7 +24,7 @@ import torch
 
 from coolsd import report, results
 from coolsd.checkpoint import read_json, write_json
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.decode import generate
 from coolsd.generate_images import (
     EMOJI_SAMPLING,
@@ -454,10 +454,4 @@ def decode(
 
 def main(args: list[str]) -> None:
     parser = argument_parser("evaluate", "Prompts -> images of several methods -> results.json, table.md, report.html.")
-    flags = {"check": "load and check everything, decode nothing", "compile": "torch.compile target and head"}
-    for name, purpose in flags.items():
-        parser.add_argument(f"--{name}", action="store_true", help=purpose)
-    parser.add_function_arguments(evaluate, skip={*flags})
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    evaluate(**options)
+    call(evaluate, parser, args)

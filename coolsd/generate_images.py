@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import coolsd
 from coolsd.checkpoint import find_folder, fingerprint, numbers_stored, read_json, write_json, write_whole
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.decode import generate
 from coolsd.heads.checkpoint import load_head
 from coolsd.methods import Drafting, Rule, describe_drafter, describe_rule, make_drafter, make_rule, needs_head
@@ -305,11 +305,4 @@ def progress_bar(what: str, total: int, unit: str, quiet: bool = False) -> Progr
 def main(args: list[str]) -> None:
     parser = argument_parser("generate", "Captions in, PNG files and stats.json out.")
     parser.add_argument("captions", type=str, nargs="*", default=argparse.SUPPRESS, help="captions, each one image")
-    flags = {"plain": "decode without a draft", "overwrite": "replace images of other settings",
-             "compile": "torch.compile target and head"}  # fmt: skip
-    for name, purpose in flags.items():
-        parser.add_argument(f"--{name}", action="store_true", help=purpose)
-    parser.add_function_arguments(generate_images, skip={"captions", *flags})
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    generate_images(**options)
+    call(generate_images, parser, args)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.emoji_metrics import ClipEmoji
 from coolsd.evaluate import JOURNAL, Method, evaluate
 from coolsd.metrics import Metric
@@ -106,8 +106,4 @@ def announce(title: str, start: float) -> None:
 
 def main(args: list[str]) -> None:
     parser = argument_parser("quickstart", "Extract, fit and evaluate on the embedded emojis; ends with a report.")
-    parser.add_argument("--fast", action="store_true", help="smaller sizes, for a test of the way, not of the numbers")
-    parser.add_function_arguments(quickstart, skip={"fast"})
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    quickstart(**options)
+    call(quickstart, parser, args)

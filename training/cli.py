@@ -84,7 +84,7 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         which = "Given as an option, short for --model.cache." if self.verb == "predict" else (
-            "Folder of the run; wins over the recipe's logger.")  # fmt: skip
+            "Folder of the run, its TensorBoard events included; --trainer.logger false leaves these out.")  # fmt: skip
         parser.add_argument("--out", type=str, default=None, help=which)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -100,10 +100,11 @@ class CLI(LightningCLI):
                 raise ValueError("out is no key of an extraction's recipe; name its folder as model.cache")
             out = Path(config.out)
             config.trainer.default_root_dir = str(out)
-            config.trainer.logger = {
-                "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-                "init_args": {"save_dir": str(out.parent), "name": out.name, "version": ""},
-            }
+            if config.trainer.logger is not False:
+                config.trainer.logger = {
+                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                    "init_args": {"save_dir": str(out.parent), "name": out.name, "version": ""},
+                }
 
     def instantiate_classes(self) -> None:
         try:
@@ -200,8 +201,11 @@ def main(args: list[str]) -> None:
         save_config_callback=SaveRunConfig,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        # our data modules know which process reads what
-        trainer_defaults={"callbacks": [CheckpointsExist()], "use_distributed_sampler": False},
+        trainer_defaults={
+            "callbacks": [CheckpointsExist()],
+            "use_distributed_sampler": False,  # our data modules know which process reads what
+            "num_sanity_val_steps": 0,
+        },
     )
 
 

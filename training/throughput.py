@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from coolsd.cli import argument_parser
+from coolsd.cli import argument_parser, call
 from coolsd.heads.eagle import EagleConfig
 from coolsd.results import environment
 from coolsd.targets import load_target
@@ -221,8 +221,4 @@ def optimizer_step(
 
 
 def main(args: list[str]) -> None:
-    parser = argument_parser("throughput", "What extraction and the loader add to the passes they feed.")
-    parser.add_function_arguments(throughput)
-    options = parser.instantiate(parser.parse_args(args)).as_dict()
-    options.pop("config")
-    throughput(**options)
+    call(throughput, argument_parser("throughput", "What extraction and the loader add to the passes they feed."), args)
