@@ -712,34 +712,52 @@ def extract_quietly(command):
     extract(command)
 
 
+def write_what_is_missing(folder):
+    torch.set_num_threads(1)
+    writer = FeatureCacheWriter(folder, replace(SETTINGS, samples=201, samples_per_shard=5))
+    for shard in range(writer.settings.shards):
+        if not writer.is_finished(shard):
+            writer.write_shard(shard, [sample(i) for i in writer.settings.samples_of(shard)])
+    writer.write_ends(ENDS)
+    writer.finish()
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(checkpoint, tmp_path):
-    """20 kills at random moments of an extraction, each of which goes on where the last one died, then a whole run."""
+@pytest.mark.parametrize("what", ["writer", "extraction"])
+def test_what_is_killed_again_and_again_ends_as_if_it_never_was(checkpoint, tmp_path, what):
+    """Kills at random moments of 41 shards, each of which goes on where the last one died, then a whole run: 30 of the
+    writing alone, 5 of an extraction."""
     context = multiprocessing.get_context("forkserver")  # children of a process that has imported everything already
     context.set_forkserver_preload(["tests.test_features", "lightning"])
     many = ["--model.samples_per_shard", "5", "--data.batch_size", "1", "--data.limit", "201"]
-    command = arguments(checkpoint, tmp_path / "cache", *many)
-    chance, alive, readable = random.Random(0), 0, 0
-    for _ in range(20):
-        process = context.Process(target=extract_quietly, args=(command,))
+
+    def started(folder):
+        work, of = (write_what_is_missing, folder), (extract_quietly, arguments(checkpoint, folder, *many))
+        function, argument = work if what == "writer" else of
+        process = context.Process(target=function, args=(argument,))
         process.start()
-        goal = len(hashes(tmp_path / "cache")) + chance.randint(0, 3)
+        return process
+
+    chance, alive, readable, kills = random.Random(0), 0, 0, 30 if what == "writer" else 5
+    for kill in range(kills):
+        process = started(tmp_path / "cache")
+        goal = len(hashes(tmp_path / "cache")) + (chance.randint(0, 3) if what == "extraction" else kill % 2)
         while process.is_alive() and (
             len(hashes(tmp_path / "cache")) < goal or not (tmp_path / "cache" / "settings.json").exists()
         ):
-            process.join(0.01)
-        process.join(chance.uniform(0, 0.1))  # anywhere within a shard
+            process.join(0.001)
+        process.join(chance.uniform(0, 0.1 if what == "extraction" else 0.005))  # anywhere within a shard
         alive += process.is_alive()
         process.kill()
         process.join()
         for path in (tmp_path / "cache").glob("shard-*.sha256"):  # a reader amid it: what counts is whole
             digest, name = path.read_text().split()
-            readable += sha256(path.with_name(name)) == digest
-    for whole in (command, arguments(checkpoint, tmp_path / "straight", *many)):
-        process = context.Process(target=extract_quietly, args=(whole,))
-        process.start()
+            assert sha256(path.with_name(name)) == digest
+            readable += 1
+    for folder in ("cache", "straight"):
+        process = started(tmp_path / folder)
         process.join()
-    assert alive > 10 and readable > 20
+    assert alive > kills // 2 and readable > kills
     assert hashes(tmp_path / "cache") == hashes(tmp_path / "straight") and len(hashes(tmp_path / "cache")) == 41
     assert not list((tmp_path / "cache").glob(".*.part"))
 
