@@ -6,7 +6,6 @@ Knows the target and its frozen image tokenizer; knows no draft and no acceptanc
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from coolsd.targets.llamagen import LlamaGen, LlamaGenConfig
 from coolsd.transformer import TransformerConfig
 from data.emoji.dataset import EmojiImages, items
 from training.muon import Muon
-from training.tokenizer import EmojiSampler
+from training.tokenizer import EmojiSampler, TimedTraining
 
 
 def caption_tokenizer(captions: list[str]) -> Tokenizer:
@@ -94,12 +93,14 @@ class EmojiCaptions(L.LightningDataModule):
         return DataLoader(self.test_images, self.batch_size, sampler=order[: self.held_out_images].tolist())
 
 
-class TargetTraining(L.LightningModule):
+class TargetTraining(TimedTraining):
     """Next-token cross-entropy on image tokens, with 10% of the captions replaced by the null caption.
 
     tokenizer: folder of the frozen image tokenizer. start_from: folder of a trained target to continue from, or to grow
-    from if it has fewer layers. Learning rate: warm-up, flat, then cosine to 2% at trainer.max_steps or max_minutes.
+    from if it has fewer layers.
     """
+
+    least = 0.02
 
     def __init__(
         self,
@@ -123,7 +124,8 @@ class TargetTraining(L.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.seconds = 0.0  # training time, kept across a resume
+        self.learning_rate, self.warmup_steps, self.max_minutes = learning_rate, warmup_steps, max_minutes
+        self.flat_fraction = flat_fraction
         image_tokenizer = load_image_tokenizer(tokenizer)
         captions = sorted({item.caption for split in ("train", "combo", "novel") for item in items(split, core=True)})
         words = caption_tokenizer(captions)
@@ -158,35 +160,8 @@ class TargetTraining(L.LightningModule):
         matrices = [p for name, p in named if name.startswith("transformer.layers.") and p.ndim == 2]
         others = [p for name, p in named if not (name.startswith("transformer.layers.") and p.ndim == 2)]
         groups = [{"params": matrices, "muon": 0.2}, {"params": others, "muon": 0}]
-        rate, decay = self.hparams["learning_rate"], self.hparams["weight_decay"]
-        return Muon(groups, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-
-    def on_fit_start(self) -> None:
-        if self.trainer.max_steps < 0 and math.isinf(self.hparams["max_minutes"]):
-            raise ValueError("trainer.max_steps and model.max_minutes are both unlimited; set one of them")
-
-    def progress(self) -> float:
-        """0 to 1, by steps or by minutes, whichever is further: a busy machine still finishes its schedule."""
-        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.hparams["max_minutes"])
-
-    def on_train_batch_start(self, batch: dict[str, Any], batch_index: int) -> None:
-        self.started = time.monotonic()
-        flat, warmup = self.hparams["flat_fraction"], max(1, self.hparams["warmup_steps"])
-        cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, (self.progress() - flat) / (1 - flat)))))
-        for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = self.hparams["learning_rate"] * cosine * min(1.0, (self.global_step + 1) / warmup)
-
-    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_index: int) -> None:
-        seconds = self.seconds + time.monotonic() - self.started
-        self.seconds = self.trainer.strategy.broadcast(seconds)  # one clock: all processes stop at the same step
-        if self.progress() >= 1:
-            self.trainer.should_stop = True
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seconds"] = self.seconds
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seconds = checkpoint["seconds"]
+        decay = self.hparams["weight_decay"]
+        return Muon(groups, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=decay)
 
     def training_step(self, batch: dict[str, Any], batch_index: int) -> Tensor:
         with torch.no_grad():

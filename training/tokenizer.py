@@ -33,12 +33,56 @@ def reconstruction_loss(decoded: Tensor, images: Tensor, mse: float, l1: float, 
     return loss
 
 
-class TokenizerTraining(LightningModule):
+class TimedTraining(LightningModule):
+    """A training that ends at trainer.max_steps or after max_minutes, whichever is first: a busy machine still ends
+    its schedule. Learning rate: warm-up, flat, then cosine down to `least` of it. The clock goes on across a resume."""
+
+    learning_rate: float
+    warmup_steps: int
+    max_minutes: float
+    flat_fraction = 0.0
+    least: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def on_fit_start(self) -> None:
+        if self.trainer.max_steps < 0 and math.isinf(self.max_minutes):
+            raise ValueError("trainer.max_steps and model.max_minutes are both unlimited; set one of them")
+
+    def progress(self) -> float:
+        """0 to 1, by steps or by minutes, whichever is further."""
+        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.max_minutes)
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_index: int) -> None:
+        self.started = time.monotonic()
+        falling = min(1.0, max(0.0, (self.progress() - self.flat_fraction) / (1 - self.flat_fraction)))
+        cosine = self.least + (1 - self.least) * 0.5 * (1 + math.cos(math.pi * falling))
+        warm = min(1.0, (self.global_step + 1) / max(1, self.warmup_steps))
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.learning_rate * cosine * warm
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_index: int) -> None:
+        seconds = self.seconds + time.monotonic() - self.started
+        self.seconds = self.trainer.strategy.broadcast(seconds)  # one clock: all processes stop at the same step
+        if self.progress() >= 1:
+            self.trainer.should_stop = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seconds"] = self.seconds
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seconds = checkpoint["seconds"]
+
+
+class TokenizerTraining(TimedTraining):
     """The first steps run unquantised; then codes start as encoder outputs and dead ones are restarted.
 
-    The learning rate follows a cosine over `max_steps` or `max_minutes`, whichever ends first, so that a
-    busy machine still finishes its schedule.  With `decoder_only` the tokens of `start_from` stay what they are.
+    With `decoder_only` the tokens of `start_from` stay what they are.
     """
+
+    least = 0.01
 
     def __init__(
         self,
@@ -67,11 +111,10 @@ class TokenizerTraining(LightningModule):
         if decoder_only:
             for part in (self.tokenizer.encoder, self.tokenizer.quant_conv, self.tokenizer.quantize):
                 part.requires_grad_(False)
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, max(1, warmup_steps)
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.max_minutes, self.unquantised_steps = max_minutes, unquantised_steps
         self.restart_every, self.restart_until, self.commitment = restart_every, restart_until, commitment
         self.loss_weights = {"mse": mse, "l1": l1, "edges": edges}
-        self.seconds = 0.0  # training time, kept across a resume
         self.register_buffer("hits", torch.zeros(tokenizer.codebook_size), persistent=False)  # since the last restart
         self.register_buffer("held_out_hits", torch.zeros(tokenizer.codebook_size), persistent=False)
         self.psnr = nn.ModuleDict({name: PeakSignalNoiseRatio(data_range=1.0) for name in HELD_OUT})
@@ -84,19 +127,6 @@ class TokenizerTraining(LightningModule):
             for muon in (0.4, 0)  # +1.7 dB over AdamW alone after 250 steps of batch 8 (one run each)
         ]
         return Muon(groups, lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=self.weight_decay)
-
-    def on_fit_start(self) -> None:
-        if self.trainer.max_steps < 0 and math.isinf(self.max_minutes):
-            raise ValueError("trainer.max_steps and model.max_minutes are both unlimited; set one of them")
-
-    def progress(self) -> float:
-        return max(self.global_step / self.trainer.max_steps, self.seconds / 60 / self.max_minutes)
-
-    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.started = time.monotonic()
-        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress())))
-        for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = self.learning_rate * cosine * min(1.0, (self.global_step + 1) / self.warmup_steps)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         images = batch["image"] / 127.5 - 1
@@ -140,12 +170,6 @@ class TokenizerTraining(LightningModule):
         weight[which.to(vectors.device)] = F.normalize(chosen + noise, dim=-1)
         weight.copy_(self.trainer.strategy.broadcast(weight.detach().cpu()))
 
-    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
-        seconds = self.seconds + time.monotonic() - self.started
-        self.seconds = self.trainer.strategy.broadcast(seconds)  # one clock: all processes stop at the same step
-        if self.progress() >= 1:
-            self.trainer.should_stop = True
-
     def on_validation_epoch_start(self) -> None:
         self.held_out_hits.zero_()
 
@@ -167,11 +191,8 @@ class TokenizerTraining(LightningModule):
         self.log_dict({"codes/used": used, "codes/perplexity": perplexity, "minutes": self.seconds / 60}, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seconds"] = self.seconds
+        super().on_save_checkpoint(checkpoint)
         self.export()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seconds = checkpoint["seconds"]
 
     def on_train_end(self) -> None:
         self.export()
