@@ -26,8 +26,8 @@ from coolsd.evaluate import find_captions
 from coolsd.generate_images import EMOJI_SAMPLING, checkpoint_name, progress_bar
 from coolsd.heads.checkpoint import load_head
 from coolsd.methods import RULES, describe_rule, make_rule
-from coolsd.replay import QUANTITIES, Budget, Record, Recorder, Replay, choose, join, ratio_summary, schedules
-from coolsd.results import environment, half, summary, with_half
+from coolsd.replay import QUANTITIES, Budget, Record, Recorder, Replay, choose, join, schedules
+from coolsd.results import environment, half, ratio, summary, with_half
 from coolsd.rules.relaxed import CoolSD, Vanilla
 from coolsd.sampling import Sampling
 from coolsd.targets import load_target
@@ -249,7 +249,7 @@ def run(
         return None if joined is None or not bool(joined.isfinite().all()) else joined.tolist()
 
     calls = torch.cat([result.target_calls for result in results]).double().cpu()
-    real: dict[str, Any] = {"accepted_length": ratio_summary(torch.full_like(calls, model.image_tokens - 1), calls)}
+    real: dict[str, Any] = {"accepted_length": ratio([model.image_tokens - 1.0] * len(captions), calls.tolist())}
     real["accepted_length_of_images"] = summary(per_image("accepted_length") or [])
     for name in ("bias_per_token", "kl_per_token", "nll_per_token"):
         real[name] = summary(per_image(name) or [])

@@ -248,7 +248,7 @@ def conclude(
         "prompts": len(shown),
         "captions": shown,
         "minutes": sum(image["latency_s"] for of in images.values() for image in of) / 60,
-        "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain) for c in contenders],
+        "rows": [results.row(c.name, c.about, c.depth, images[c.name], plain, shown) for c in contenders],
     }
     keep_scores(found, before)
     write_json(out / "results.json", found)  # a metric that fails, or is stopped, costs no other number
@@ -261,8 +261,8 @@ def conclude(
             found["baseline"] = baseline
             base = next(row for row in found["rows"] if row["name"] == baseline)
             for row in found["rows"]:
-                own, metrics_of = row["per_image"], [*found["metrics"]]
-                row["against_baseline"] = None if row is base else results.paired(own, base["per_image"], metrics_of)
+                pair, metrics_of = (row["per_image"], base["per_image"]), [*found["metrics"]]
+                row["against_baseline"] = None if row is base else results.paired(*pair, shown, metrics_of)
         write_json(out / "results.json", found)
         report.write(out, found)
         results.show(found)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from coolsd.interfaces import Round
-from coolsd.results import summary
+from coolsd.results import ratio
 from coolsd.rules.relaxed import CoolSD
 
 BINS, SPAN = 256, 8.0  # bins of log(q / p) from -SPAN to SPAN, the outer ones open; q = p is an edge
@@ -149,13 +149,7 @@ class Replayed:
     def summaries(self, index: int) -> dict[str, Any]:
         """Mean and 95% interval of each quantity for one schedule."""
         parts = {quantity: self.ratio(quantity) for quantity in QUANTITIES}
-        return {name: ratio_summary(x[index] * factor, y[index]) for name, (x, y, factor) in parts.items()}
-
-
-def ratio_summary(above: Tensor, below: Tensor) -> dict[str, Any] | None:
-    """`results.summary` of sum(above) / sum(below), float64 [I] each, linearised about the ratio (delta method)."""
-    ratio = above.sum() / below.sum()
-    return summary((ratio + (above - ratio * below) / below.mean()).tolist())
+        return {name: ratio((x[index] * factor).tolist(), y[index].tolist()) for name, (x, y, factor) in parts.items()}
 
 
 class Replay:

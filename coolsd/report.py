@@ -55,6 +55,7 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
     abouts = [about(run) for run in results.get("runs", [results])]
     merged = {key: "; ".join(dict.fromkeys(one[key] for one in abouts)) for key in abouts[0]}
     fits = results["prompts"] <= PROMPTS_SHOWN
+    seeded = " and seed" if len({run["seed"] for run in results.get("runs", [results])}) == 1 else ""
     depth = max(len(row["acceptance_per_position"]) for row in rows)
     positions = [
         [row["name"], schedule(row)] + [f"{share:.2f}" if share is not None else "-" for share in padded(row, depth)]
@@ -77,7 +78,7 @@ def html(folder: Path, results: dict[str, Any], figures: dict[str, bytes]) -> st
         heat_map=HEAT_MAP.format(png_uri(figures["positions"])) if "positions" in figures else "",
         positions=table_html(["method", "relaxation w", *(f"depth {d + 1}" for d in range(depth))], positions),
         grid=grid(folder, results),
-        shown=f"Same caption and seed in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
+        shown=f"Same caption{seeded} in each row{'' if fits else f'; the first {PROMPTS_SHOWN} prompts'}. Lossless "
         "methods draw other samples of the target's own distribution; relaxed ones deviate, at most by the bias.",
         about="".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in merged.items()),
     )

@@ -5,7 +5,6 @@ Knows statistics and strict JSON; knows no model and no loop.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import platform
@@ -13,7 +12,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -56,40 +55,42 @@ def record(result: DecodeResult, index: int) -> dict[str, Any]:
 
 
 def row(
-    name: str, about: dict[str, Any], depth: int, images: list[dict[str, Any]], plain: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """A row of results.json from its images' records and those of plain decoding; carries them as `per_image`."""
+    name: str, about: dict[str, Any], depth: int, images: list[dict[str, Any]], plain: list[dict[str, Any]],
+    captions: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """A row of results.json from its images' records and those of plain decoding; carries them as `per_image`.
+
+    What was decoded of the same captions is alike: intervals are by caption, those of latencies by what was decoded
+    together.
+    """
     images = sorted(images, key=lambda image: image["row"])
     listed = [key for key in images[0] if key not in UNLISTED]
     per_image: dict[str, list[Any]] = {key: [image.get(key) for image in images] for key in listed}
     parts = list(images[0]["seconds"])
-    of_plain = {image["row"]: image["latency_s"] for image in plain}
-    batches: dict[int, list[float]] = {}  # images of one batch share one latency: [plain, own, images], summed
-    for image in images:
-        of = batches.setdefault(image["batch"], [0.0, 0.0, 0.0])
-        for index, value in enumerate((of_plain[image["row"]], image["latency_s"], 1.0)):
-            of[index] += value
-    speedup, interval = ratio([of[0] for of in batches.values()], [of[1] for of in batches.values()])
+    words = [captions[image["prompt"]] for image in images]
+    of_batch: dict[int, list[str]] = {}
+    for image, caption in zip(images, words, strict=True):
+        of_batch.setdefault(image["batch"], []).append(caption)
+    together = [tuple(of_batch[image["batch"]]) for image in images]
+    of_plain = {image["row"]: image for image in plain}
+    latencies = [(of_plain[image["row"]]["latency_s"], image["latency_s"]) for image in images]
+    faster = ratio(*(list(by_group(values, together)) for values in zip(*latencies, strict=True)))
     infinite = per_image["kl_infinite"]
     measured = [*MEASURED, *(key for key in ("accepted_length_unforced",) if key in per_image)]  # where a layout forces
-    summaries = {key: summary([value for value in per_image[key] if value is not None]) for key in measured}
-    summaries["latency_s"] = summary([own / count for _, own, count in batches.values()], statistics.fmean(
-        image["latency_s"] for image in images
-    ))  # fmt: skip
+    summaries = {key: summary(per_image[key], together if key == "latency_s" else words) for key in measured}
     assert summaries["accepted_length"] is not None
-    nll_of_plain = {image["row"]: image["nll_per_token"] for image in plain}
-    nlls = [(image["nll_per_token"], nll_of_plain[image["row"]]) for image in images]
-    drift = [own - of for own, of in nlls if own is not None and of is not None]
+    nlls = [(image["nll_per_token"], of_plain[image["row"]]["nll_per_token"]) for image in images]
+    drift = [None if own is None or of is None else own - of for own, of in nlls]
     return {
         "name": name,
         **about,
         "images": len(images),
         **summaries,
-        "nll_drift": summary(drift),
+        "nll_drift": summary(drift, words),
         "kl_infinite_fraction": None if None in infinite else sum(infinite) / len(infinite),
-        "speedup": speedup,
-        "speedup_ci95": interval,
-        "speedup_over_accepted_length": speedup / summaries["accepted_length"]["mean"],
+        "speedup": faster["mean"],
+        "speedup_ci95": faster["ci95"],
+        "speedup_over_accepted_length": faster["mean"] / summaries["accepted_length"]["mean"],
         "seconds": {part: statistics.fmean(image["seconds"][part] for image in images) for part in parts},
         "acceptance_per_position": acceptance_per_position([image["emitted"] for image in images], depth),
         "length_at_token": length_at_token([image["emitted"] for image in images]),
@@ -101,10 +102,16 @@ def row(
 
 
 def acceptance_per_position(emitted: Sequence[Sequence[int]], depth: int) -> list[float | None]:
-    """Share of the tests executed at each depth that passed. The last call of an image is cut at its end: left out."""
-    calls = [count for image in emitted for count in image[:-1]]
-    executed = [sum(count >= position for count in calls) for position in range(1, depth + 2)]
-    return [after / before if before else None for before, after in itertools.pairwise(executed)]
+    """Share of the tests executed at each depth that passed. A call of n tokens passed n - 1 and failed the next one,
+    where there was one; of the last call, cut at the image's end, the outcome of the next one is unknown: left out."""
+    whole = [count for image in emitted for count in image[:-1]]
+    last = [image[-1] for image in emitted]
+    found: list[float | None] = []
+    for position in range(1, depth + 1):
+        passed = sum(count > position for count in (*whole, *last))
+        executed = passed + sum(count == position for count in whole)
+        found.append(passed / executed if executed else None)
+    return found
 
 
 def length_at_token(emitted: Sequence[Sequence[int]]) -> list[float]:
@@ -114,23 +121,50 @@ def length_at_token(emitted: Sequence[Sequence[int]]) -> list[float]:
     return spread.mean(0).round(3).tolist()
 
 
-def summary(values: Sequence[float], mean: float | None = None) -> dict[str, Any] | None:
+def summary(values: Sequence[float | None], groups: Sequence[Any] | None = None) -> dict[str, Any] | None:
     """{"mean", "std", "ci95": [low, high] of the mean by Student's t}; of one value only the mean, of none None.
 
-    mean: a better one than the values', such as one that weighs batches by their images.
+    groups: what each value belongs to, such as its caption. Values of one group are not independent, so that groups are
+    what the interval counts. Values that are None are left out.
     """
-    count = len(values)
-    if not count:
+    pairs = [(value, group) for value, group in zip(values, groups or range(len(values)), strict=True)
+             if value is not None]  # fmt: skip
+    if not pairs:
         return None
-    mean = statistics.fmean(values) if mean is None else mean
-    if count < 2:
+    known = [value for value, _ in pairs]
+    mean, std = statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None
+    if groups is not None:
+        counted = [group for _, group in pairs]
+        interval = ratio(*(list(by_group(of, counted)) for of in (known, [1.0] * len(known))))["ci95"]
+        return {"mean": mean, "std": std, "ci95": interval}
+    if std is None:
         return {"mean": mean, "std": None, "ci95": None}
-    std = statistics.stdev(values)
-    z, df = 1.959964, count - 1  # Student's 97.5% quantile from the normal one (Fisher and Cornish; 0.7% off at df 5)
-    expanded = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-    quantile = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}.get(df, expanded)
-    half = quantile * std / math.sqrt(count)
+    half = student(len(known) - 1) * std / math.sqrt(len(known))
     return {"mean": mean, "std": std, "ci95": [mean - half, mean + half]}
+
+
+def student(df: int) -> float:
+    """Student's 97.5% quantile from the normal one (Fisher and Cornish): 0.1% off at df 5."""
+    z = 1.959964
+    expanded = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    expanded += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
+    return {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}.get(df, expanded)
+
+
+def by_group(values: Sequence[float], groups: Sequence[Any]) -> Iterable[float]:
+    """The sum of each group's values."""
+    sums: dict[Any, float] = {}
+    for value, group in zip(values, groups, strict=True):
+        sums[group] = sums.get(group, 0.0) + value
+    return sums.values()
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """`summary` of sum(above) / sum(below) of independent pairs, linearised about the ratio (delta method)."""
+    found, each = sum(above) / sum(below), statistics.fmean(below)
+    linear = summary([found + (x - found * y) / each for x, y in zip(above, below, strict=True)])
+    assert linear is not None
+    return {**linear, "mean": found}
 
 
 def half(found: dict[str, Any]) -> float | None:
@@ -144,33 +178,28 @@ def with_half(found: dict[str, Any], digits: int, sign: str = "") -> str:
     return f"{found['mean']:{sign}.{digits}f}" + ("" if own is None else f" ± {own:.{digits}f}")
 
 
-def paired(own: dict[str, list[Any]], baseline: dict[str, list[Any]], metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """{quantity: summary of the differences own - baseline of the same images, with Student's "t"}.
+def paired(
+    own: dict[str, list[Any]], baseline: dict[str, list[Any]], captions: Sequence[str], metrics: Sequence[str] = ()
+) -> dict[str, Any]:
+    """{quantity: summary of the differences own - baseline of the same images, by caption, with Student's "t"}.
 
     own, baseline: `per_image` of two rows. metrics: columns compared where they are scores of single images. t is null
-    where all differences are equal, or there is but one.
+    where there is no interval, or one without width.
     """
     found: dict[str, Any] = {}
     for key in (*COMPARED, *(name for name in metrics if name in own and name in baseline)):
         of_baseline = dict(zip(baseline["row"], baseline[key], strict=True))
-        pairs = [(value, of_baseline.get(row)) for row, value in zip(own["row"], own[key], strict=True)]
-        values = [value - other for value, other in pairs if value is not None and other is not None]
-        differences = summary(values)
+        values, words = [], []
+        for row, prompt, value in zip(own["row"], own["prompt"], own[key], strict=True):
+            if value is not None and of_baseline.get(row) is not None:
+                values.append(value - of_baseline[row])
+                words.append(captions[prompt])
+        differences = summary(values, words)
         if differences is not None:
-            error = (differences["std"] or 0.0) / math.sqrt(len(values))
+            error = (half(differences) or 0.0) / student(max(1, len(set(words)) - 1))
             differences["t"] = differences["mean"] / error if error else None
         found[key] = differences
     return found
-
-
-def ratio(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float] | None]:
-    """Ratio of sums of latencies and its 95% interval: 2,000 bootstrap samples of (plain, own) pairs; None of one."""
-    pairs = np.array([plain, own])
-    if pairs.shape[1] < 2:
-        return float(pairs[0, 0] / pairs[1, 0]), None
-    chosen = np.random.default_rng(0).integers(0, pairs.shape[1], (2000, pairs.shape[1]))
-    above, below = pairs[:, chosen].mean(-1)
-    return float(pairs[0].mean() / pairs[1].mean()), np.percentile(above / below, [2.5, 97.5]).tolist()
 
 
 def header(results: dict[str, Any]) -> list[str]:
@@ -179,7 +208,8 @@ def header(results: dict[str, Any]) -> list[str]:
 
 
 def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
-    """The table's cells, as in `header`; behind the sign half-widths of 95% intervals of the mean."""
+    """The table's cells, as in `header`; behind the sign half-widths of 95% intervals of the mean. Behind the name the
+    number of images, where others have more."""
 
     def measured(summary: dict[str, Any] | None, digits: int) -> str:
         if summary is None:
@@ -187,14 +217,16 @@ def cells(results: dict[str, Any], intervals: bool = True) -> list[list[str]]:
         return with_half(summary, digits) if intervals else f"{summary['mean']:.{digits}f}"
 
     table = []
+    most = max(row["images"] for row in results["rows"])
     for row in results["rows"]:
         infinite = row["kl_infinite_fraction"]
         kl = measured(row["kl_per_token"], 4) + (f" ({infinite:.0%} infinite)" if infinite else "")
         between = " ({:.2f}-{:.2f})".format(*row["speedup_ci95"]) if intervals and row["speedup_ci95"] else ""
         unforced = row.get("accepted_length_unforced") if intervals else None
         length = measured(row["accepted_length"], 2) + (f" ({unforced['mean']:.2f} unforced)" if unforced else "")
+        fewer = f" ({row['images']} images)" if row["images"] < most else ""
         table.append([
-            row["name"], length, measured(row["target_calls"], 1),
+            row["name"] + fewer, length, measured(row["target_calls"], 1),
             measured(row["latency_s"], 3), f"{row['speedup']:.2f}x{between}",
             f"{row['speedup_over_accepted_length']:.2f}", measured(row["bias_per_token"], 4), kl,
             measured(row["nll_per_token"], 3), measured(row.get("nll_drift"), 3),
@@ -271,19 +303,27 @@ def merge(runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             if metrics.setdefault(column, about) != about:
                 apart.append(column)
     captions = [word for word, _ in place]
-    (_, first), *_ = runs
     metrics = {column: about for column, about in metrics.items() if column not in apart}
     merged = {
         "schema": 1,
-        "apart": sorted(set(apart)),
         "rows": rows,
         "captions": captions,
         "prompts": len(captions),
         "metrics": metrics,
     }
-    if len({run.get("baseline") for _, run in runs}) == 1:
-        merged["baseline"] = first.get("baseline")
+    if len({str(_baseline(run)) for _, run in runs}) == 1:
+        merged["baseline"] = runs[0][1].get("baseline")
+    else:
+        apart.append("differences to a baseline")
+    merged["apart"] = sorted(set(apart))
     return {**merged, "minutes": sum(run["minutes"] for _, run in runs), "runs": [run for _, run in runs]}
+
+
+def _baseline(run: dict[str, Any]) -> list[Any] | None:
+    """What a run's differences are to, or None."""
+    name = run.get("baseline")
+    row = next((row for row in run["rows"] if row["name"] == name), None)
+    return None if row is None else [name, run["target"], row["rule"], row["drafter"], row["sampling"]]
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -315,7 +355,10 @@ def show(results: dict[str, Any]) -> None:
 def setting(results: dict[str, Any]) -> str:
     """What the numbers hold for, as one sentence a run that differs."""
     apart = [f"left out, as measured in different ways: {', '.join(results['apart'])}"] if results.get("apart") else []
-    return "; ".join([*dict.fromkeys(_setting(run) for run in results.get("runs", [results])), *apart])
+    runs = results.get("runs", [results])
+    several = len({tuple(run["captions"]) for run in runs}) > 1
+    total = [f"{results['prompts']} prompts in all"] if several else []
+    return "; ".join([*total, *dict.fromkeys(_setting(run) for run in runs), *apart])
 
 
 def _setting(results: dict[str, Any]) -> str:

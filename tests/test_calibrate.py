@@ -13,7 +13,8 @@ from coolsd.calibrate import Curve
 from coolsd.decode import generate
 from coolsd.drafters.chain import Chain
 from coolsd.interfaces import DraftTree, Round, Verification
-from coolsd.replay import DELTAS, QUANTITIES, Budget, Recorder, Replay, choose, join, ratio_summary, schedules
+from coolsd.replay import DELTAS, QUANTITIES, Budget, Recorder, Replay, choose, join, schedules
+from coolsd.results import ratio
 from coolsd.rules.relaxed import CoolSD, Uniform, Vanilla
 from coolsd.sampling import residual
 from coolsd.verify import bias_of_test, kl_of_test
@@ -141,7 +142,7 @@ def test_a_record_replays_its_own_run(toy, rule):
         reverse = float((own.tokens[1] - real[0].double()).mean())  # negative control
         assert abs(reverse) > 10 * noise[0]
 
-    replayed, happened = own.summaries(0), ratio_summary(real[0].double(), own.calls)
+    replayed, happened = own.summaries(0), ratio(real[0].tolist(), own.calls.tolist())
     halves = [one["ci95"][1] - one["mean"] for one in (replayed["accepted_length"], happened)]
     assert abs(replayed["accepted_length"]["mean"] - happened["mean"]) < 2 * math.hypot(*halves)
     assert abs(replayed["bias_per_token"]["mean"] - float(result.bias_per_token.mean())) < 0.005

@@ -119,7 +119,7 @@ def test_the_distance_grows_with_what_is_done_to_the_pictures(tmp_path):
 
 def test_a_fit_of_the_recipe_exports_a_network(tmp_path, capfd):
     words = "fit --config recipes/emoji/metrics.yaml --trainer.max_steps 2 --trainer.val_check_interval 2"
-    words += " --data.batch_size 4 --data.held_out_images 8 --trainer.accelerator cpu --trainer.logger.init_args.name r"
-    out = ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.enable_progress_bar", "false"]
+    words += " --data.batch_size 4 --data.held_out_images 8 --trainer.accelerator cpu"
+    out = ["--out", str(tmp_path), "--trainer.enable_progress_bar", "false"]
     assert cli.main([*words.split(), *out]) == 0, capfd.readouterr().err
-    assert ClipEmoji(str(tmp_path / "r" / "export")).missing() is None
+    assert ClipEmoji(str(tmp_path / "export")).missing() is None

@@ -173,6 +173,16 @@ def test_lantern_without_a_limit_to_spend_is_vanilla(rng, distributions):
         assert torch.equal(mass, torch.minimum(target, draft))
 
 
+def test_lantern_of_all_neighbours_without_a_limit_accepts_everything(rng, distributions):
+    """A sum of every other probability may round to above 1: it is added all the same."""
+    for codes in (5, 8, 64):
+        target, rule = distributions(rng, 4000, codes), Lantern(codes - 1, 1.0)
+        target[:, 0] = 0.0  # a draft of p = 0, to which all is added
+        target /= target.sum(-1, keepdim=True)
+        mass = rule.bind(target_of(torch.randn(codes, 3, generator=rng))).accepted_mass(target, torch.ones(()), ONES)
+        torch.testing.assert_close(mass, torch.ones_like(mass))
+
+
 def test_generate_decodes_with_lantern_and_keeps_the_table_beside_the_target(saved_toy, toy, monkeypatch):
     _, head = toy()
     target = load_target(saved_toy / "target", device="cpu", dtype="float32")

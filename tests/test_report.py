@@ -29,16 +29,16 @@ def folder(tmp_path):
     for row in range(2):
         Image.new("RGB", (8, 8), (200, 30 * row, 0)).save(tmp_path / "images" / f"{row}.png")
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "guidance": 1.5}
-    plain = [record(row, 8, 2.0) for row in range(2)]
+    plain, captions = [record(row, 8, 2.0) for row in range(2)], [HOSTILE, "b"]
     about = {"rule": {"name": "cool-sd", "schedule": [2.0]}, "drafter": {"depth": 1}, "sampling": sampling}
     found = {
-        "schema": 1, "target": "target@0", "draft": "draft@0", "prompts": 2, "captions": [HOSTILE, "b"], "repeats": 1,
+        "schema": 1, "target": "target@0", "draft": "draft@0", "prompts": 2, "captions": captions, "repeats": 1,
         "batch_size": 1, "compiled": False, "seed": 0, "minutes": 1.0,
         "environment": {"versions": {"torch": "2"}, "device": "cpu", "cpu": "<b>cpu", "cores": 2, "threads": 2,
                         "dtype": "float32", "platform": "x", "date": "today", "command": f"coolsd evaluate {HOSTILE}"},
         "rows": [
-            results.row("ar", {"rule": None, "drafter": None, "sampling": sampling}, 0, plain, plain),
-            results.row(f"m|{HOSTILE}[red]$", about, 1, [record(row, 4, 1.0) for row in range(2)], plain),
+            results.row("ar", {"rule": None, "drafter": None, "sampling": sampling}, 0, plain, plain, captions),
+            results.row(f"m|{HOSTILE}[red]$", about, 1, [record(row, 4, 1.0) for row in range(2)], plain, captions),
         ],
     }  # fmt: skip
     (tmp_path / "results.json").write_text(json.dumps(found))
@@ -151,7 +151,28 @@ def test_runs_are_merged_by_captions_and_names(folder, tmp_path_factory):
     body = page[page.index("The same prompts") : page.index("Acceptance by depth")]
     cells = [row.count("<img") for row in body.split("<tr>")[2:]]
     assert cells == [2, 2 + 5, 5]  # only the first run's, both, only the second's
+    assert "3 prompts in all" in page
     assert (out / "figures" / "tradeoff.svg").exists() and not (out / "results.json").exists()
+
+
+def test_differences_are_merged_where_they_are_to_the_same(folder):
+    """Runs that call different rules by one name have no differences in common."""
+    one = json.loads((folder / "results.json").read_text()) | {"baseline": "ar"}
+    differences = {key: {"mean": 0.5, "std": 1.0, "ci95": [0.0, 1.0], "t": 1.0} for key in results.COMPARED}
+    one["rows"][1]["against_baseline"] = differences
+    other = json.loads(json.dumps(one))
+    merged = results.merge([("one", one), ("other", other)])
+    assert len(results.comparison(merged)[1]) == 2 and "left out" not in results.setting(merged)
+    other["rows"][0]["rule"] = {"name": "uniform", "delta": 3.0}
+    merged = results.merge([("one", one), ("other", other)])
+    assert not results.comparison(merged)[1] and "left out" in results.setting(merged)
+    assert "differences to a baseline" in results.setting(merged)
+
+
+def test_a_method_of_fewer_images_says_so(folder):
+    found = json.loads((folder / "results.json").read_text())
+    found["rows"][1]["images"] = 1
+    assert [row[0].endswith(" (1 images)") for row in results.cells(found)] == [False, True]
 
 
 def test_a_folder_that_results_name_themselves_is_not_read(folder, tmp_path_factory):

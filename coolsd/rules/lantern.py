@@ -125,7 +125,7 @@ class Lantern(_Neighbourhood):
         check("Lantern bound", self.bound, 0 <= self.bound <= 1, "from 0 to 1 (LanternPP takes one above 1)")
 
     def _limit(self, own: Tensor) -> Tensor:
-        return torch.full_like(own, self.bound)
+        return torch.full_like(own, self.bound if self.bound < 1 else torch.inf)  # sums of p may round to above 1
 
 
 @dataclass(frozen=True)
